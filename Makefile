@@ -1,0 +1,19 @@
+PYTHON ?= python3
+BIN := .venv/bin
+
+demo: .venv/installed  ## set up, then pretrain, evaluate and export on the embedded dataset
+	$(BIN)/python train.py --recipe toy --output runs/demo
+
+test: .venv/installed lint  ## set up, then lint and test
+	$(BIN)/python -m pytest
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+.venv/installed: setup.cfg pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --editable '.[test,bench]'
+	touch $@
+
+.PHONY: demo test lint
