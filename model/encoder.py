@@ -1,0 +1,116 @@
+"""A timm VisionTransformer that only ever sees the kept patches.
+
+The module is timm's own, so its state dict loads in timm unchanged; what differs from ``vit(image)`` is the way in:
+patches are gathered first and embedded afterwards (``encode``), at a cost proportional to the K kept ones.
+"""
+
+import math
+
+import timm
+import torch
+import torch.nn.functional as F
+from timm.layers import PatchEmbed
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+
+def timm_arguments(*, image_size: int, patch_size: int, depth: int) -> dict[str, int]:
+    """Arguments of ``timm.create_model`` beside the name; ``patch_size`` and ``depth`` of 0 mean the model's own."""
+    arguments = {"img_size": image_size, "num_classes": 0}
+    if patch_size:
+        arguments["patch_size"] = patch_size
+    if depth:
+        arguments["depth"] = depth
+    return arguments
+
+
+def create_encoder(name: str, *, sincos: bool, frozen_patch_embed: bool, seed: int, **arguments) -> VisionTransformer:
+    """A ViT of timm by name, initialised as MoCo v3 (arXiv 2104.02057, code release), on the CPU.
+
+    ``arguments`` go to ``timm.create_model`` (see ``timm_arguments``). ``sincos``: fixed 2-D sine-cosine position
+    embedding, stored in timm's ``pos_embed``; otherwise a learned one. Raises ValueError for a model that cannot run
+    on a subset of its patches. The result depends on the arguments alone; the global random state is left as it was.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        vit = _create(name, arguments, weight_init="moco")
+        projection = vit.patch_embed.proj
+        bound = math.sqrt(6 / (projection.weight[0].numel() + vit.embed_dim))  # Xavier, the patch seen as a vector
+        nn.init.uniform_(projection.weight, -bound, bound)
+        if projection.bias is not None:
+            nn.init.zeros_(projection.bias)
+    if sincos:
+        prefix = vit.pos_embed.shape[1] - vit.patch_embed.num_patches
+        with torch.no_grad():
+            vit.pos_embed.zero_()
+            vit.pos_embed[0, prefix:] = sincos_position_embedding(vit.patch_embed.grid_size, vit.embed_dim)
+        vit.pos_embed.requires_grad_(False)
+    if frozen_patch_embed:
+        vit.patch_embed.requires_grad_(False)
+    return vit
+
+
+def patch_grid(name: str, **arguments) -> tuple[int, tuple[int, int]]:
+    """Patch side P in pixels and grid (Gh, Gw) of a model, without allocating it; ValueError as ``create_encoder``."""
+    vit = _create(name, arguments, device="meta")
+    return vit.patch_embed.patch_size[0], vit.patch_embed.grid_size
+
+
+def _create(name: str, arguments: dict, **more) -> VisionTransformer:
+    try:
+        vit = timm.create_model(name, **arguments, **more)
+    except RuntimeError as error:  # timm's answer to an unknown name
+        raise ValueError(
+            f"--model {name}: {error}; expected a Vision Transformer of timm, such as vit_small_patch16_224"
+        ) from None
+    except TypeError:  # an architecture that has no such argument
+        vit = None
+    if not isinstance(vit, VisionTransformer) or type(vit.patch_embed) is not PatchEmbed or vit.pos_embed is None:
+        raise ValueError(
+            f"--model {name} is no plain Vision Transformer (linear patch embedding, absolute positions), "
+            "so it cannot run on a subset of patches; expected one such as vit_small_patch16_224"
+        )
+    height, width = vit.patch_embed.patch_size
+    image = arguments["img_size"]
+    if height != width or image % height:
+        raise ValueError(
+            f"--image-size {image} is not divisible by the patch size {height} of {name}; change one of them"
+        )
+    return vit
+
+
+def encode(vit: VisionTransformer, patches: Tensor, index: Tensor) -> Tensor:
+    """Features of images given as some of their patches.
+
+    ``patches``: [B, K, 3*P*P] normalised, in (channel, row, column) order; ``index``: int [B, K], row-major numbers of
+    these patches in the grid. Returns [B, D], pooled as the model pools (class token or mean). With all N patches the
+    result is that of ``vit(image)``.
+    """
+    projection = vit.patch_embed.proj
+    tokens = vit.patch_embed.norm(F.linear(patches, projection.weight.flatten(1), projection.bias))
+    prefix = (
+        vit.pos_embed.shape[1] - vit.patch_embed.num_patches
+    )  # positions of class and register tokens, 0 if they have none
+    tokens = tokens + F.embedding(index, vit.pos_embed[0, prefix:])
+    extra = [token for token in (vit.cls_token, vit.reg_token) if token is not None]
+    if extra:
+        extra = torch.cat(extra, 1)
+        if prefix:
+            extra = extra + vit.pos_embed[:, :prefix]
+        tokens = torch.cat([extra.expand(len(tokens), -1, -1).to(tokens.dtype), tokens], 1)
+    tokens = vit.norm(vit.blocks(vit.norm_pre(vit.pos_drop(tokens))))
+    return vit.forward_head(tokens, pre_logits=True)
+
+
+def sincos_position_embedding(grid: tuple[int, int], width: int, temperature: float = 10000.0) -> Tensor:
+    """Fixed 2-D position embedding, float32 [Gh*Gw, D].
+
+    A quarter each of sin(x w_i), cos(x w_i), sin(y w_i), cos(y w_i), with
+    w_i = temperature^(-i / (D/4)), x the column and y the row of the patch, as MoCo v3 (Vaswani et al. 2017, in 2-D).
+    """
+    if width % 4:
+        raise ValueError(f"a 2-D sine-cosine position embedding needs a width divisible by 4, got {width}")
+    frequency = temperature ** -(torch.arange(width // 4, dtype=torch.float64) / (width // 4))
+    y, x = torch.meshgrid(*(torch.arange(side, dtype=torch.float64) for side in grid), indexing="ij")
+    x, y = x.reshape(-1, 1) * frequency, y.reshape(-1, 1) * frequency
+    return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], 1).float()

@@ -1,0 +1,104 @@
+"""Projector and predictor, and the two networks of the method: the one that learns and the one that gives keys."""
+
+import copy
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .encoder import encode
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """All-reduce whose gradient is the all-reduce of the gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient
+
+
+class BatchNorm(nn.Module):
+    """Batch normalisation of [B, D] over the batch of all ranks, on every device (torch's SyncBatchNorm refuses CPUs).
+
+    Without running statistics: the heads are thrown away after pretraining and never run outside of it.
+    """
+
+    def __init__(self, width: int, affine: bool = True, eps: float = 1e-5):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width)) if affine else None
+        self.bias = nn.Parameter(torch.zeros(width)) if affine else None
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return F.batch_norm(x, None, None, self.weight, self.bias, training=True, eps=self.eps)
+        wide = x.float()
+        sums = _SumOverRanks.apply(torch.stack([wide.sum(0), wide.square().sum(0)]))
+        mean, square = sums / (len(x) * dist.get_world_size())  # every rank holds the same number of samples
+        scale = torch.rsqrt((square - mean.square()).clamp_min(0) + self.eps)
+        shift = -mean * scale
+        if self.weight is not None:
+            scale, shift = scale * self.weight, shift * self.weight + self.bias
+        return torch.addcmul(shift, wide, scale).to(x.dtype)
+
+
+def mlp(width: int, hidden: int, out: int, layers: int) -> nn.Sequential:
+    """Linear layers without bias, each followed by BN, ReLU in between, the last BN without affine parameters."""
+    widths = [width, *[hidden] * (layers - 1), out]
+    modules: list[nn.Module] = []
+    for number in range(layers):
+        last = number == layers - 1
+        modules += [
+            nn.Linear(widths[number], widths[number + 1], bias=False),
+            BatchNorm(widths[number + 1], affine=not last),
+        ]
+        if not last:
+            modules.append(nn.ReLU(inplace=True))
+    return nn.Sequential(*modules)
+
+
+class KeyNetwork(nn.Module):
+    """Encoder and projector."""
+
+    def __init__(self, encoder: nn.Module, projector: nn.Module):
+        super().__init__()
+        self.encoder = encoder
+        self.projector = projector
+
+    def forward(self, patches: Tensor, index: Tensor) -> Tensor:
+        """Projections [2, B, E] of both views; ``patches`` [2, B, K, 3*P*P], ``index`` [2, B, K].
+
+        The views share one pass through the encoder; BN sees each view on its own.
+        """
+        features = encode(self.encoder, patches.flatten(0, 1), index.flatten(0, 1))
+        return torch.stack([self.projector(view) for view in features.chunk(2)])
+
+
+class QueryNetwork(KeyNetwork):
+    """Encoder, projector and predictor: the network that is trained."""
+
+    def __init__(
+        self, encoder: nn.Module, *, hidden: int, out: int, projector_layers: int, predictor_layers: int, seed: int
+    ):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            super().__init__(encoder, mlp(encoder.num_features, hidden, out, projector_layers))
+            self.predictor = mlp(out, hidden, out, predictor_layers)
+
+    def forward(self, patches: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and projections of both views, each [2, B, E]."""
+        projections = super().forward(patches, index)
+        return torch.stack([self.predictor(view) for view in projections]), projections
+
+    def key_network(self) -> KeyNetwork:
+        """A frozen copy of encoder and projector, for the momentum encoder."""
+        return KeyNetwork(copy.deepcopy(self.encoder), copy.deepcopy(self.projector)).requires_grad_(False)

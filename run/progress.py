@@ -1,0 +1,136 @@
+"""What a run says of itself: a live bar on a terminal, plain lines elsewhere, ``metrics.jsonl`` in either case."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from .checkpoint import write_atomically
+from .ranks import Ranks
+
+
+class Report:
+    """Means over the steps since the last log line, and where they go. Only rank 0 prints and writes.
+
+    The sums stay on the device until they are printed, so that a step waits for nothing.
+    """
+
+    def __init__(
+        self, output: Path, ranks: Ranks, *, every: int, start: int, total: int, steps_per_epoch: int, batch: int
+    ):
+        """``every``, ``start``, ``total``: optimizer steps; ``batch``: images per step over all ranks."""
+        self.path = output / "metrics.jsonl"
+        self.ranks = ranks
+        self.every = every
+        self.total = total
+        self.steps_per_epoch = steps_per_epoch
+        self.batch = batch
+        self.sums = torch.zeros(2, device=ranks.device)
+        self.count = 0
+        self.loaded = 0  # batches since the last line
+        self.waited = 0.0  # seconds since the last line
+        self.since = time.perf_counter()
+        if ranks.first:
+            self._forget_after(start)
+            console = Console()
+            self.bar = Progress(
+                TextColumn("epoch {task.fields[epoch]:.2f}"), BarColumn(), MofNCompleteColumn(),
+                TextColumn("{task.fields[figures]}"), TimeRemainingColumn(),
+                console=console, disable=not console.is_terminal, redirect_stderr=False,
+            )  # fmt: skip
+            epoch = start / steps_per_epoch
+            self.task = self.bar.add_task("", total=total, completed=start, epoch=epoch, figures="")
+
+    def __enter__(self) -> "Report":
+        if self.ranks.first:
+            self.bar.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.ranks.first:
+            self.bar.stop()
+
+    def waiting_for(self, batches: Iterator) -> Iterator:
+        """The batches as they come, the time that they are waited for on the record."""
+        while True:
+            start = time.perf_counter()
+            batch = next(batches, None)
+            self.waited += time.perf_counter() - start
+            if batch is None:
+                return
+            self.loaded += 1
+            yield batch
+
+    def step(self, step: int, loss: torch.Tensor, similarity: torch.Tensor, learning_rate: float) -> None:
+        """After optimizer step number ``step`` (the first is 1); ``loss`` and ``similarity``: scalars of this rank."""
+        self.sums += torch.stack([loss.detach(), similarity])
+        self.count += 1
+        if self.ranks.first:
+            self.bar.update(self.task, completed=step, epoch=step / self.steps_per_epoch)
+        if step % self.every and step != self.total:
+            return
+        loss, similarity = (self.ranks.mean(self.sums) / self.count).tolist()
+        now = time.perf_counter()
+        seconds = now - self.since
+        record = {
+            "step": step,
+            "epoch": round(step / self.steps_per_epoch, 4),
+            "loss": loss,
+            "similarity": similarity,
+            "learning_rate": learning_rate,
+            "images_per_second": round(self.loaded * self.batch / seconds, 2),
+            "pairs_per_second": round(self.count * self.batch / seconds, 2),
+            "data_wait": round(self.waited / seconds, 4),
+        }
+        self.sums.zero_()
+        self.count, self.loaded, self.waited, self.since = 0, 0, 0.0, now
+        if self.ranks.first:
+            self.record(record)
+            self._show(record)
+
+    def record(self, record: dict) -> None:
+        """Appends one line to ``metrics.jsonl``."""
+        with self.path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def say(self, text: str) -> None:
+        """A line for the reader, above the bar."""
+        if self.ranks.first:
+            self.bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def state_dict(self) -> dict:
+        return {"sums": self.ranks.mean(self.sums.clone()).cpu(), "count": self.count}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.sums.copy_(state["sums"])
+        self.count = state["count"]
+
+    def _show(self, record: dict) -> None:
+        figures = (
+            f"loss {record['loss']:.4f}  similarity {record['similarity']:.3f}  "
+            f"{record['images_per_second']:,.0f} images/s  {record['pairs_per_second']:,.0f} pairs/s  "
+            f"waiting for data {record['data_wait']:.1%}"
+        )
+        self.bar.update(self.task, figures=figures)
+        if self.bar.disable:
+            left = self.bar.tasks[0].time_remaining
+            eta = "-" if left is None else time.strftime("%H:%M:%S", time.gmtime(left))
+            self.say(f"epoch {record['epoch']:.2f}  step {record['step']}/{self.total}  {figures}  eta {eta}")
+
+    def _forget_after(self, step: int) -> None:
+        """Drops lines of steps that will be taken again, and what a crash left unfinished."""
+        if not self.path.exists():
+            return
+        kept = []
+        for line in self.path.read_text().splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if record["step"] <= step and "loss" in record:  # the evaluation at the end is done anew
+                kept.append(line + "\n")
+        write_atomically(self.path, "".join(kept).encode())

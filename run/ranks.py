@@ -1,0 +1,91 @@
+"""The processes of a run: one alone, or the ranks that torchrun starts."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those of the run."""
+
+    rank: int
+    count: int
+    local_count: int  # on this machine
+    device: torch.device
+
+    @classmethod
+    def join(cls, device: str) -> "Ranks":
+        """Meets the other ranks (if torchrun started any) over NCCL on GPUs, gloo on CPUs.
+
+        ``device``: auto, cpu or cuda. Raises ValueError where no GPU is to be had for cuda.
+        """
+        rank, count, local_rank, local_count = (
+            int(os.environ.get(name, default))
+            for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
+        )
+        gpus = torch.cuda.device_count()
+        if device == "cuda" and gpus == 0:
+            raise ValueError("--device cuda: torch sees no GPU here; expected one, or --device cpu")
+        if device != "cpu" and gpus:
+            if local_rank >= gpus:
+                raise ValueError(
+                    f"rank {local_rank} of this machine has no GPU: {gpus} for {local_count} ranks; start fewer"
+                )
+            place = torch.device("cuda", local_rank)
+            torch.cuda.set_device(place)
+        else:
+            place = torch.device("cpu")
+        if count > 1:
+            if place.type == "cuda":
+                dist.init_process_group("nccl", device_id=place)
+            else:
+                dist.init_process_group("gloo")
+        return cls(rank, count, local_count, place)
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def on_first(self, work: Callable[[], Any]) -> Any:
+        """The result of ``work``, done by rank 0 while the others wait; its ValueError or OSError is raised on all."""
+        if self.count == 1:
+            return work()
+        outcome: list[Any] = [None, None]
+        if self.first:
+            try:
+                outcome[0] = work()
+            except (ValueError, OSError) as error:
+                outcome[1] = error
+        dist.broadcast_object_list(outcome, src=0)
+        if outcome[1] is not None:
+            raise outcome[1]
+        return outcome[0]
+
+    def mean(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Mean over the ranks."""
+        if self.count > 1:
+            dist.all_reduce(tensor)
+            tensor /= self.count
+        return tensor
+
+    def gather(self, value: Any) -> list[Any]:
+        """The objects of all ranks, on all of them."""
+        if self.count == 1:
+            return [value]
+        values: list[Any] = [None] * self.count
+        dist.all_gather_object(values, value)
+        return values
+
+    def leave(self) -> None:
+        """Parts from the other ranks; each goes on alone."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def default_threads(self) -> int:
+        """Cores of this machine per rank."""
+        return max(1, len(os.sched_getaffinity(0)) // self.local_count)

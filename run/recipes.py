@@ -1,0 +1,183 @@
+"""What a pretraining run consists of: one frozen dataclass, and the recipes as sets of its defaults.
+
+Sources: text and appendix tables of APS (arXiv 2306.02854); where they are silent, MoCo v3 (arXiv 2104.02057).
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from pipeline.stream import Augmentation
+
+
+@dataclass(frozen=True)
+class Config:
+    """Pretrain a Vision Transformer on a folder of images.
+
+    A recipe gives every other option its default; `--recipe NAME --help` shows the defaults of that recipe.
+    """
+
+    recipe: Literal["toy", "cifar-vit-t", "cifar-vit-s", "cifar-vit-b", "imagenet-vit-s", "imagenet-vit-b"] = "toy"
+    """Where the defaults of all other options come from."""
+    data: Path | None = None
+    """Folder of training images: one subfolder a class, or flat without classes. Default: a generated dataset."""
+    eval_data: Path | None = None
+    """Folder of labelled images with the same classes, for the k-NN accuracy at the end."""
+    output: Path = Path("runs/pretrain")
+    """Folder for checkpoints, metrics and the encoder; a run that is found there is continued."""
+
+    epochs: float = 6
+    """Passes over the images. Each loaded image gives GROUPS optimizer steps."""
+    max_steps: int | None = None
+    """Stop after so many optimizer steps, with the schedules of the full run. Default: all of them."""
+    batch_size: int = 128
+    """Images per optimizer step, over all ranks."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; auto takes a GPU if there is one."""
+    threads: int = 0
+    """Threads of the input path per rank; 0 divides the cores among the ranks of this machine."""
+    seed: int = 0
+    """Any 64-bit integer: initial weights, order, augmentation and patches follow from it."""
+    resume: Literal["auto", "never"] = "auto"
+    """auto: continue a run found in the output folder. never: refuse a folder that holds one."""
+    checkpoint_every: int = 500
+    """Optimizer steps between checkpoints."""
+    log_every: int = 20
+    """Optimizer steps between log lines."""
+    knn_images: int = 0
+    """Labelled images of the training set, and a quarter as many for evaluation, in the k-NN accuracy at the end;
+    0 takes all of them on a GPU and 2,000 + 500 on a CPU."""
+
+    model: str = "vit_tiny_patch16_224"
+    """Any plain Vision Transformer of timm, by its name."""
+    image_size: int = 64
+    """Pixels a side of a crop."""
+    patch_size: int = 8
+    """Pixels a side of a patch; 0 takes the model's own."""
+    depth: int = 6
+    """Transformer blocks; 0 takes the model's own."""
+    position_embedding: Literal["sincos", "learned"] = "sincos"
+    """Fixed 2-D sine-cosine or learned position embeddings."""
+    frozen_patch_embed: bool = False
+    """Keep the patch embedding at its random initialisation, as MoCo v3."""
+    head_hidden: int = 512
+    """Hidden width of projector and predictor."""
+    head_out: int = 128
+    """Width of the space in which views are compared."""
+    projector_layers: int = 3
+    """Linear layers of the projector."""
+    predictor_layers: int = 2
+    """Linear layers of the predictor."""
+    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
+    """Per channel, of pixels in [0, 1], subtracted."""
+    std: tuple[float, float, float] = (0.229, 0.224, 0.225)
+    """Per channel, of pixels in [0, 1], divided by."""
+
+    keep_ratio: float = 0.25
+    """Share s of the patches that each view keeps."""
+    groups: int = 4
+    """Disjoint groups R of patches drawn from each loaded image, one optimizer step each; at most 1 / KEEP_RATIO."""
+    power: float = 3.0
+    """Exponent gamma of the selective sampling: 0 uniform, larger avoids the patches of the other view more (Eq. 4)."""
+
+    lr: float = 1e-3
+    """Peak learning rate of AdamW, as it is: not scaled with the batch size."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Averaging coefficients of AdamW."""
+    weight_decay: float = 0.05
+    """Of AdamW, on every parameter."""
+    warmup_epochs: float = 1
+    """Epochs of linear warm-up, before the cosine to zero."""
+    temperature: float = 0.1
+    """tau of the contrastive loss."""
+    ema: float | None = None
+    """First coefficient of the momentum encoder that gives the keys, on a cosine to 1; None: the network's own keys."""
+    clip: Literal["off", "vector", "norm"] = "off"
+    """Adaptive gradient clipping per transformer block, by an average of gradients or of their norms."""
+    clip_momentum: float = 0.4
+    """Of that average."""
+    clip_alpha: float = 1.05
+    """How far a gradient may exceed that average before it is scaled down to it."""
+
+    augmentation: Augmentation = field(default_factory=Augmentation)
+
+    def __post_init__(self) -> None:
+        for name in (
+            "epochs",
+            "batch_size",
+            "checkpoint_every",
+            "log_every",
+            "image_size",
+            "groups",
+            "head_hidden",
+            "head_out",
+        ):
+            _check(getattr(self, name) > 0, self, name, "more than 0")
+        for name in ("projector_layers", "predictor_layers", "temperature", "clip_alpha"):
+            _check(getattr(self, name) > 0, self, name, "more than 0")
+        for name in ("threads", "knn_images", "patch_size", "depth", "power", "lr", "weight_decay", "warmup_epochs"):
+            _check(getattr(self, name) >= 0, self, name, "0 or more")
+        _check(
+            self.batch_size >= 2, self, "batch_size", "2 or more: a contrastive loss needs something to contrast with"
+        )
+        _check(self.max_steps is None or self.max_steps > 0, self, "max_steps", "more than 0")
+        _check(0 < self.keep_ratio <= 1, self, "keep_ratio", "a share above 0 and up to 1")
+        _check(0 <= self.clip_momentum < 1, self, "clip_momentum", "0 up to, not including, 1")
+        _check(self.ema is None or 0 <= self.ema <= 1, self, "ema", "a coefficient from 0 to 1, or None")
+        _check(-(2**63) <= self.seed < 2**63, self, "seed", "a 64-bit integer")
+        _check(min(self.std) > 0, self, "std", "three numbers above 0")
+        _check(self.eval_data is None or self.data is not None, self, "eval_data", "--data beside it")
+        if not all(
+            math.isfinite(value) for value in (self.epochs, self.lr, self.power, self.weight_decay, self.temperature)
+        ):
+            raise ValueError("epochs, lr, power, weight decay and temperature must be finite numbers")
+
+
+def _check(right: bool, config: Config, name: str, expected: str) -> None:
+    if not right:
+        raise ValueError(f"--{name.replace('_', '-')} {getattr(config, name)}: expected {expected}")
+
+
+# Nothing that the trained weights depend on: a run may be continued with other values of these. (That the images are
+# the same is held by their fingerprint, wherever they lie.)
+FREE_ON_RESUME = (
+    "data", "eval_data", "output", "max_steps", "device", "threads", "resume", "checkpoint_every", "log_every",
+    "knn_images",
+)  # fmt: skip
+
+_CIFAR = dict(
+    epochs=1600, batch_size=512, warmup_epochs=20, lr=1e-3, weight_decay=0.05, temperature=0.1, image_size=32,
+    patch_size=2, depth=0, position_embedding="learned", head_hidden=512, head_out=128,
+    projector_layers=3, predictor_layers=3, mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616),
+    augmentation=Augmentation(area=(0.15, 1.0), saturation=0.4, blur_p=(0.0, 0.0), solarise_p=(0.0, 0.0)),
+)  # fmt: skip
+_IMAGENET = dict(
+    epochs=300, batch_size=4096, warmup_epochs=20, lr=1.28e-3, weight_decay=0.1, temperature=0.1, image_size=224,
+    patch_size=0, depth=0, position_embedding="sincos", frozen_patch_embed=True, head_hidden=4096, head_out=256,
+    projector_layers=3, predictor_layers=2, ema=0.99, clip="vector", clip_momentum=0.4, clip_alpha=1.05,
+)  # fmt: skip
+
+RECIPES: dict[str, Config] = {
+    "toy": Config(augmentation=Augmentation(blur_p=(0.0, 0.0), solarise_p=(0.0, 0.0))),
+    "cifar-vit-t": Config(model="vit_tiny_patch16_224", **_CIFAR),
+    "cifar-vit-s": Config(model="vit_small_patch16_224", **_CIFAR),
+    "cifar-vit-b": Config(model="vit_base_patch16_224", **_CIFAR),
+    "imagenet-vit-s": Config(model="vit_small_patch16_224", **_IMAGENET),
+    "imagenet-vit-b": Config(model="vit_base_patch16_224", **_IMAGENET),
+}
+RECIPES = {name: dataclasses.replace(config, recipe=name) for name, config in RECIPES.items()}
+
+
+def learning_rate(config: Config, epoch: float) -> float:
+    """Linear warm-up, then half a cosine to zero; ``epoch`` counts passes over the data, fractions included."""
+    if epoch < config.warmup_epochs:
+        return config.lr * epoch / config.warmup_epochs
+    progress = (epoch - config.warmup_epochs) / max(config.epochs - config.warmup_epochs, 1e-9)
+    return config.lr * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+
+
+def momentum_coefficient(config: Config, epoch: float) -> float:
+    """Half a cosine from ``config.ema`` to 1 over the run, as MoCo v3."""
+    return 1 - (1 - config.ema) * 0.5 * (1 + math.cos(math.pi * min(epoch / config.epochs, 1.0)))

@@ -1,0 +1,165 @@
+"""Opening and keeping a run: its data, its output folder, its checkpoints; what is wrong with them is found here."""
+
+import dataclasses
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from timm.models.vision_transformer import VisionTransformer
+
+import pipeline
+from model import create_encoder, patch_grid, timm_arguments
+from pipeline import Index, Loader
+from pipeline.toy import make_toy
+
+from . import checkpoint
+from .ranks import Ranks
+from .recipes import FREE_ON_RESUME, Config
+
+TOY = (
+    Path(__file__).resolve().parent.parent / "runs" / "toy-data"
+)  # generated once, then shared by all runs of a checkout
+
+
+def encoder_arguments(config: Config) -> dict[str, int]:
+    """What ``timm.create_model`` takes beside the name."""
+    return timm_arguments(image_size=config.image_size, patch_size=config.patch_size, depth=config.depth)
+
+
+def new_encoder(config: Config) -> VisionTransformer:
+    """The untrained encoder of a config, always the same."""
+    return create_encoder(
+        config.model, sincos=config.position_embedding == "sincos", frozen_patch_embed=config.frozen_patch_embed,
+        seed=config.seed, **encoder_arguments(config),
+    )  # fmt: skip
+
+
+def plan_patches(config: Config) -> tuple[int, tuple[int, int], int]:
+    """Patch side P in pixels, grid (Gh, Gw), and number K of patches kept per view; ValueError if they do not fit."""
+    patch, grid = patch_grid(config.model, **encoder_arguments(config))
+    patches = grid[0] * grid[1]
+    keep = int(config.keep_ratio * patches + 1e-9)  # floor, but 0.29 * 100 is 28.999...
+    if keep < 1:
+        raise ValueError(
+            f"--keep-ratio {config.keep_ratio} keeps none of {patches} patches; expected {1 / patches:.4g} or more"
+        )
+    if config.groups * keep > patches:
+        raise ValueError(
+            f"--groups {config.groups} --keep-ratio {config.keep_ratio}: {config.groups} disjoint groups of {keep} "
+            f"patches do not fit into {patches}; expected at most {patches // keep} groups"
+        )
+    return patch, grid, keep
+
+
+def open_data(config: Config, ranks: Ranks) -> tuple[Index, Index | None]:
+    """Index of the training images and, where given, of the evaluation images, the same on all ranks."""
+
+    def scan() -> tuple[Index, Index | None]:
+        training, evaluation = config.data, config.eval_data
+        if training is None:
+            training, evaluation = make_toy(TOY)
+        cache = config.output / "index"
+        index = Index.scan(training, cache=cache / "train.npz")
+        if evaluation is None:
+            return index, None
+        tests = Index.scan(evaluation, cache=cache / "eval.npz")
+        unknown = sorted(set(tests.classes) - set(index.classes))
+        if unknown or not tests.classes:
+            got = f"classes that are not in {training}: {', '.join(unknown[:5])}" if unknown else "no class folders"
+            raise ValueError(f"--eval-data {evaluation} has {got}; expected subfolders named as there")
+        return index, tests
+
+    return ranks.on_first(scan)
+
+
+def open_output(config: Config, index: Index, ranks: Ranks) -> dict[str, Any] | None:
+    """Makes the output folder, or finds a run in it: the state to go on from, or None.
+
+    ValueError if the folder holds a run of another config or other data, or any run under ``resume="never"``.
+    """
+
+    def open_it() -> Path | None:
+        described = _describe(config, index)
+        path = config.output / "config.json"
+        if path.exists():
+            _check_same_run(json.loads(path.read_text()), described, config)
+        config.output.mkdir(parents=True, exist_ok=True)
+        checkpoint.write_atomically(path, (json.dumps(described, indent=2) + "\n").encode())
+        write_rejected(config.output, index, {})
+        return checkpoint.newest(config.output / "checkpoints")
+
+    newest = ranks.on_first(open_it)
+    return checkpoint.load(newest) if newest else None
+
+
+def save(config: Config, index: Index, loader: Loader, ranks: Ranks, step: int, parts: dict[str, Any]) -> None:
+    """Saves everything that step ``step`` + 1 depends on. Called by all ranks; rank 0 writes."""
+    for bad in ranks.gather(loader.bad):
+        loader.bad.update(bad)  # what one rank found costs no other rank time
+    state = {name: part.state_dict() for name, part in parts.items() if part is not None}
+    if ranks.first:
+        state |= {"step": step, "bad": loader.bad, "run": json.dumps(_describe(config, index))}
+        checkpoint.save(config.output / "checkpoints", step, state)
+        write_rejected(config.output, index, loader.bad)
+
+
+def restore(state: dict[str, Any], loader: Loader, parts: dict[str, Any]) -> int:
+    """Puts a saved state back; returns the number of steps taken."""
+    for name, part in parts.items():
+        if part is not None:
+            part.load_state_dict(state[name])
+    loader.bad.update(state["bad"])
+    return state["step"]
+
+
+def write_rejected(output: Path, index: Index, bad: dict[int, str]) -> None:
+    """``rejected.jsonl``: one line for each file that is not trained on, with the reason."""
+    rejected = index.rejected | {index.paths[sample]: reason for sample, reason in bad.items()}
+    lines = (json.dumps({"path": path, "reason": reason}) + "\n" for path, reason in sorted(rejected.items()))
+    checkpoint.write_atomically(output / "rejected.jsonl", "".join(lines).encode())
+
+
+def summarise_rejected(index: Index, bad: dict[int, str], output: Path) -> str:
+    """One line for the screen, or nothing where nothing was left out."""
+    reasons = list(index.rejected.items()) + [(index.paths[sample], reason) for sample, reason in bad.items()]
+    if not reasons:
+        return ""
+    shown = "; ".join(f"{path}: {reason}" for path, reason in reasons[:10])
+    more = f"; and {len(reasons) - 10:,} more" if len(reasons) > 10 else ""
+    files = len(index) + len(index.rejected)
+    return f"left out {len(reasons):,} of {files:,} files ({output / 'rejected.jsonl'}): {shown}{more}"
+
+
+def _describe(config: Config, index: Index) -> dict[str, Any]:
+    """The content of ``config.json``."""
+    return {
+        "config": json.loads(json.dumps(dataclasses.asdict(config), default=str)),
+        "data": {"images": len(index), "classes": len(index.classes), "fingerprint": index.fingerprint},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "timm": timm.__version__}
+        | {"dali": pipeline.dali_version()},
+    }
+
+
+def _check_same_run(there: dict[str, Any], now: dict[str, Any], config: Config) -> None:
+    output = config.output
+    if config.resume == "never":
+        raise ValueError(
+            f"--resume never: {output} holds a run; expected another --output, or --resume auto to continue it"
+        )
+    changed = [
+        f"{name} {there['config'].get(name)} there and {value} now"
+        for name, value in now["config"].items()
+        if name not in FREE_ON_RESUME and there["config"].get(name) != value
+    ]
+    if changed:
+        raise ValueError(
+            f"{output} holds another run ({'; '.join(changed)}); expected the same options or another --output"
+        )
+    if there["data"] != now["data"]:
+        raise ValueError(
+            f"{output} holds a run on other images ({there['data']['images']:,} there, {now['data']['images']:,} now, "
+            "or other names, labels or sizes); expected the same --data or another --output"
+        )

@@ -1,0 +1,74 @@
+"""What several test files share: images on disk, ranks in processes of their own, and the GPU marker."""
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU; torch sees none here"))
+
+
+def photo(seed: int, height: int = 60, width: int = 80) -> Image.Image:
+    """A smooth random picture, as photographs are on the scale of a pixel."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (6, 8, 3), dtype=np.uint8)
+    return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+
+
+@pytest.fixture(scope="session")
+def photos(tmp_path_factory) -> Path:
+    """A folder of 48 JPEGs in three class folders; to be left as it is."""
+    root = tmp_path_factory.mktemp("photos")
+    for number in range(48):
+        folder = root / "abc"[number % 3]
+        folder.mkdir(exist_ok=True)
+        photo(number, 40 + number % 5 * 9, 50 + number % 7 * 6).save(folder / f"{number:02}.jpg", quality=92)
+    return root
+
+
+def run_program(*arguments, check: int | None = 0, ranks: int = 1, **environment) -> subprocess.CompletedProcess:
+    """``python`` or ``torchrun`` with a program of the repository, from its root, on the CPU with one thread a rank."""
+    launcher = [sys.executable]
+    if ranks > 1:
+        port = str(free_port())
+        launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", port]
+    done = subprocess.run(
+        [*launcher, *map(str, arguments)],
+        cwd=ROOT, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+    )  # fmt: skip
+    if check is not None:
+        assert done.returncode == check, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def on_ranks(ranks: int, code: str, folder: Path) -> None:
+    """Runs ``code`` on gloo ranks; there, ``rank``, ``folder``, ``torch`` and ``dist`` are at hand."""
+    script = folder / "on_ranks.py"
+    script.write_text(
+        "import os, sys, pathlib, torch, torch.distributed as dist\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        'dist.init_process_group("gloo")\n'
+        f"rank, folder = dist.get_rank(), pathlib.Path({str(folder)!r})\n"
+        f"{textwrap.dedent(code)}\n"
+        "dist.destroy_process_group()\n"
+    )
+    run_program(script, ranks=ranks)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,107 @@
+import math
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from model import create_encoder, encode, export_encoder, patch_grid, timm_arguments
+from model.encoder import sincos_position_embedding
+
+
+def encoder(name="vit_tiny_patch16_224", image_size=32, patch_size=8, depth=2, sincos=True, frozen=False, seed=0):
+    arguments = timm_arguments(image_size=image_size, patch_size=patch_size, depth=depth)
+    return create_encoder(name, sincos=sincos, frozen_patch_embed=frozen, seed=seed, **arguments)
+
+
+def patches_of(images, patch):
+    """[B, N, 3*P*P] of [B, 3, H, W], in the order of a convolution's weights."""
+    return F.unfold(images, patch, stride=patch).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vit_tiny_patch16_224",
+        "vit_small_patch14_reg4_dinov2",  # registers without positions, layer scale
+        "deit3_small_patch16_224",  # class token without position
+        "vit_base_patch16_clip_224",  # norm before the blocks, no patch bias
+        "vit_base_patch16_siglip_224",  # no class token, attention pooling
+        "vit_so150m_patch16_reg4_gap_256",  # mean of all tokens
+    ],
+)
+def test_all_patches_in_any_order_give_what_timm_gives(name):
+    side = 56 if "patch14" in name else 64
+    vit = encoder(name, image_size=side, patch_size=0, sincos=False).eval()
+    images = torch.randn(2, 3, side, side)
+    patch = vit.patch_embed.patch_size[0]
+    order = torch.stack([torch.randperm(vit.patch_embed.num_patches) for _ in images])
+    patches = patches_of(images, patch).gather(1, order[..., None].expand(-1, -1, 3 * patch * patch))
+    expected = vit.forward_head(vit.forward_features(images), pre_logits=True)
+    torch.testing.assert_close(encode(vit, patches, order.int()), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_feature_depends_on_kept_patches_and_their_places_only():
+    vit = encoder()
+    patches, index = torch.randn(1, 4, 192), torch.tensor([[0, 5, 6, 15]])
+    moved = torch.tensor([[1, 5, 6, 15]])
+    assert not torch.allclose(encode(vit, patches, index), encode(vit, patches, moved), atol=1e-4)
+    flops = []
+    for kept in (4, 16):  # 5 and 17 tokens
+        with FlopCounterMode(display=False) as counter:
+            encode(vit, torch.randn(1, kept, 192), torch.arange(kept)[None])
+        flops.append(counter.get_total_flops())
+    assert flops[1] > 3.3 * flops[0]
+
+
+def test_sincos_embedding_is_the_formula():
+    grid, width = (3, 5), 16
+    table = sincos_position_embedding(grid, width)
+    for row in range(3):
+        for column in range(5):
+            waves = [10000 ** (-i / 4) for i in range(4)]
+            expected = [f(at * w) for at, f in ((column, math.sin), (column, math.cos), (row, math.sin), (row, math.cos)) for w in waves]  # fmt: skip # noqa: E501
+            torch.testing.assert_close(table[row * 5 + column], torch.tensor(expected))
+    assert len(torch.unique(table, dim=0)) == 15
+
+
+def test_initial_weights_follow_from_the_seed_and_disturb_nothing():
+    state = torch.random.get_rng_state()
+    first, again, other = encoder(seed=1), encoder(seed=1), encoder(seed=2)
+    assert torch.equal(state, torch.random.get_rng_state())
+    for a, b, c in zip(first.parameters(), again.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert a.std() == 0 or not a.requires_grad or not torch.equal(a, c)
+    bound = math.sqrt(6 / (3 * 8 * 8 + 192))  # MoCo v3: Xavier over the flattened patch
+    weight = first.patch_embed.proj.weight
+    assert weight.abs().max() <= bound and weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.02)
+
+
+def test_frozen_parts_do_not_learn():
+    vit = encoder(frozen=True)
+    encode(vit, torch.randn(2, 3, 192), torch.tensor([[0, 1, 2], [3, 4, 5]])).sum().backward()
+    still = {name for name, parameter in vit.named_parameters() if parameter.grad is None}
+    assert still == {"pos_embed", "patch_embed.proj.weight", "patch_embed.proj.bias"}
+
+
+@pytest.mark.parametrize("name", ["resnet18", "no_such_model", "vit_small_r26_s32_224", "swin_tiny_patch4_window7_224"])
+def test_other_models_are_refused_by_name(name):
+    with pytest.raises(ValueError, match=f"--model {name}"):
+        patch_grid(name, **timm_arguments(image_size=224, patch_size=0, depth=0))
+
+
+def test_image_size_must_be_divisible():
+    with pytest.raises(ValueError, match="--image-size 30 is not divisible by the patch size 8"):
+        encoder(image_size=30)
+
+
+def test_export_loads_in_timm_with_no_key_renamed(tmp_path):
+    vit = encoder(patch_size=4, depth=3).eval()
+    arguments = timm_arguments(image_size=32, patch_size=4, depth=3)
+    path = export_encoder(
+        vit, tmp_path, name="vit_tiny_patch16_224", arguments=arguments, mean=(0, 0, 0), std=(1, 1, 1), training={}
+    )
+    loaded = timm.create_model("vit_tiny_patch16_224", checkpoint_path=str(path), **arguments).eval()
+    images = torch.randn(2, 3, 32, 32)
+    assert torch.equal(loaded(images), vit(images))

@@ -1,0 +1,87 @@
+import torch
+import torch.nn.functional as F
+from conftest import on_ranks
+
+from model import KeyNetwork, QueryNetwork, create_encoder, update_momentum
+from model.heads import BatchNorm, mlp
+
+
+def network(**heads):
+    encoder = create_encoder("vit_tiny_patch16_224", sincos=True, frozen_patch_embed=True, seed=0, img_size=16, patch_size=4, depth=1, num_classes=0)  # fmt: skip # noqa: E501
+    return QueryNetwork(
+        encoder, **{"hidden": 32, "out": 8, "projector_layers": 3, "predictor_layers": 2, "seed": 0} | heads
+    )
+
+
+def test_head_is_as_moco_v3_describes():
+    head = mlp(12, 20, 6, 3)
+    assert [type(part).__name__ for part in head] == ["Linear", "BatchNorm", "ReLU"] * 2 + ["Linear", "BatchNorm"]
+    assert all(part.bias is None for part in head if isinstance(part, torch.nn.Linear))
+    assert head[1].weight is not None and head[-1].weight is None
+    assert [tuple(part.weight.shape) for part in head[::3]] == [(20, 12), (20, 20), (6, 20)]
+    out = head(torch.randn(64, 12))
+    torch.testing.assert_close(out.mean(0), torch.zeros(6), atol=1e-5, rtol=0)
+    torch.testing.assert_close(out.var(0, unbiased=False), torch.ones(6), atol=1e-3, rtol=0)
+
+
+def test_batch_norm_sees_each_view_alone():
+    net = network()
+    patches, index = torch.randn(2, 6, 4, 48), torch.randint(16, (2, 6, 4))
+    queries, projections = net(patches, index)
+    patches[1] *= 3
+    changed, _ = net(patches, index)
+    assert queries.shape == projections.shape == (2, 6, 8)
+    torch.testing.assert_close(changed[0], queries[0])
+    assert not torch.allclose(changed[1], queries[1])
+
+
+def test_key_network_follows_the_trained_one():
+    net = network()
+    keys = net.key_network()
+    assert isinstance(keys, KeyNetwork) and not any(parameter.requires_grad for parameter in keys.parameters())
+    before = {name: parameter.clone() for name, parameter in keys.named_parameters()}
+    with torch.no_grad():
+        for parameter in net.parameters():
+            if parameter.requires_grad:
+                parameter.add_(1)
+    update_momentum(keys, net, 0.9)
+    online = dict(net.named_parameters())
+    for name, parameter in keys.named_parameters():
+        torch.testing.assert_close(parameter, 0.9 * before[name] + 0.1 * online[name])
+
+
+def test_batch_norm_over_ranks_is_that_of_the_whole_batch(tmp_path):
+    """Outputs and all gradients of two ranks with half the batch each are those of one process with all of it."""
+    torch.manual_seed(0)
+    x = (torch.randn(10, 6) * 3 + 1).requires_grad_()
+    norm = BatchNorm(6)
+    torch.nn.init.normal_(norm.weight)
+    weights = torch.randn(10, 6)
+    out = norm(x)
+    (out * weights).sum().backward()
+    torch.save({"x": x.detach(), "norm": norm.state_dict(), "weights": weights}, tmp_path / "in.pt")
+    on_ranks(
+        2,
+        """
+        from model.heads import BatchNorm
+        given = torch.load(folder / "in.pt")
+        half = slice(5 * rank, 5 * rank + 5)
+        x = given["x"][half].requires_grad_()
+        norm = BatchNorm(6)
+        norm.load_state_dict(given["norm"])
+        out = norm(x)
+        (out * given["weights"][half]).sum().backward()
+        torch.save([out.detach(), x.grad, norm.weight.grad, norm.bias.grad], folder / f"out{rank}.pt")
+        """,
+        tmp_path,
+    )
+    first, second = (torch.load(tmp_path / f"out{rank}.pt") for rank in range(2))
+    torch.testing.assert_close(torch.cat([first[0], second[0]]), out.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.cat([first[1], second[1]]), x.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(first[2] + second[2], norm.weight.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(first[3] + second[3], norm.bias.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_batch_norm_alone_is_torchs():
+    x = torch.randn(9, 4)
+    torch.testing.assert_close(BatchNorm(4)(x), F.batch_norm(x, None, None, training=True))

@@ -1,0 +1,169 @@
+"""Pretrains a Vision Transformer by Asymmetric Patch Sampling: a folder of images in, a timm encoder out.
+
+python train.py --recipe imagenet-vit-s --data FOLDER --output RUN
+torchrun --nproc-per-node 8 train.py --recipe imagenet-vit-s --data FOLDER --output RUN
+"""
+
+import argparse
+import os
+import sys
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from kernels import gather_patches, sample_views
+from model import AdaptiveClip, QueryNetwork, clip_units, contrastive_loss, export_encoder, update_momentum
+from pipeline import Index, Loader
+from run import knn
+from run.progress import Report
+from run.ranks import Ranks
+from run.recipes import RECIPES, Config, learning_rate, momentum_coefficient
+from run.session import (
+    encoder_arguments,
+    new_encoder,
+    open_data,
+    open_output,
+    plan_patches,
+    restore,
+    save,
+    summarise_rejected,
+)
+
+
+def main(arguments: list[str]) -> None:
+    # Everything that can be wrong with the command, the data or the output folder is found before any work is done.
+    try:
+        config = parse(arguments)
+        patch, grid, keep = plan_patches(config)
+        ranks = Ranks.join(config.device)
+        index, evaluation = open_data(config, ranks)
+        threads = config.threads or ranks.default_threads()
+        loader = Loader(
+            index, config.augmentation, image_size=config.image_size, batch_size=config.batch_size, seed=config.seed,
+            device=ranks.device, threads=threads, rank=ranks.rank, ranks=ranks.count,
+        )  # fmt: skip
+        state = open_output(config, index, ranks)
+    except (ValueError, OSError) as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"train.py: {error}", file=sys.stderr)
+        sys.exit(2)
+
+    on_gpu = ranks.device.type == "cuda"
+    half = torch.bfloat16 if on_gpu else torch.float32
+    groups = config.groups
+    steps_per_epoch = loader.batches_per_epoch * groups
+    steps = max(1, round(config.epochs * loader.batches_per_epoch)) * groups
+    steps = min(steps, config.max_steps or steps)
+
+    network = QueryNetwork(
+        new_encoder(config), hidden=config.head_hidden, out=config.head_out, seed=config.seed,
+        projector_layers=config.projector_layers, predictor_layers=config.predictor_layers,
+    ).to(ranks.device)  # fmt: skip
+    key_network = network.key_network() if config.ema is not None else None
+    learning = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(
+        learning, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=on_gpu
+    )
+    clip = AdaptiveClip(
+        clip_units(network), momentum=config.clip_momentum, alpha=config.clip_alpha, variant=config.clip
+    )
+    start = state["step"] if state else 0
+    report = Report(
+        config.output, ranks, every=config.log_every, start=start, total=steps, steps_per_epoch=steps_per_epoch,
+        batch=config.batch_size,
+    )  # fmt: skip
+    parts = {"network": network, "key_network": key_network, "optimizer": optimizer, "clip": clip, "report": report}
+    if state:
+        restore(state, loader, parts)
+        del state
+    query_network = network
+    if ranks.count > 1:
+        # Weights are equal on all ranks by construction, and there are no buffers to keep equal.
+        query_network = DistributedDataParallel(network, broadcast_buffers=False, gradient_as_bucket_view=True)
+
+    with report:
+        report.say(
+            f"{config.model}, {config.image_size} px, {keep} of {grid[0]} x {grid[1]} patches per view, "
+            f"{groups} groups; {len(index):,} images, batch {config.batch_size} on {ranks.count} x "
+            f"{ranks.device.type}, {threads} input threads each; steps {start + 1} to {steps}"
+        )
+        step = start
+        for batch in report.waiting_for(loader.batches(start // groups, -(-steps // groups))):
+            epoch = step // steps_per_epoch
+            first, second = sample_views(
+                batch.boxes, batch.flips, batch.sample,
+                grid=grid, keep=keep, groups=groups, power=config.power, seed=config.seed, epoch=epoch,
+            )  # fmt: skip
+            # The patches that one group leaves over are the views of the next. A run may have stopped between two.
+            for group in range(step % groups, min(groups, steps - step // groups * groups)):
+                progress = step / steps_per_epoch  # passes over the images, as the schedules count
+                optimizer.param_groups[0]["lr"] = rate = learning_rate(config, progress)
+
+                chosen = torch.stack([first[:, group], second[:, group]])  # [2, B, K]
+                patches = torch.stack([
+                    gather_patches(crops, view, patch=patch, mean=config.mean, std=config.std, dtype=half)
+                    for crops, view in zip(batch.views, chosen, strict=True)
+                ])  # [2, B, K, 3*P*P]  # fmt: skip
+                with torch.autocast(ranks.device.type, torch.bfloat16, enabled=on_gpu):
+                    queries, projections = query_network(patches, chosen)
+                    with torch.no_grad():
+                        keys = key_network(patches, chosen) if key_network is not None else projections
+                    loss, similarity = contrastive_loss(queries, keys, config.temperature)
+
+                loss.backward()
+                if config.clip != "off":
+                    clip()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                if key_network is not None:
+                    update_momentum(key_network, network, momentum_coefficient(config, progress))
+
+                step += 1
+                report.step(step, loss, similarity, rate)
+                if step % config.checkpoint_every == 0 or step == steps:
+                    save(config, index, loader, ranks, step, parts)
+        report.say(summarise_rejected(index, loader.bad, config.output))
+    ranks.leave()
+    if ranks.first:
+        finish(config, network.encoder, index, evaluation, report, step, threads)
+
+
+def parse(arguments: list[str]) -> Config:
+    """The config of a command line: the recipe that it names, and what it says beside that."""
+    import tyro
+
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--recipe", default="toy")
+    recipe = first.parse_known_args(arguments)[0].recipe
+    default = RECIPES.get(recipe, RECIPES["toy"])  # an unknown one is tyro's to refuse
+    return tyro.cli(tyro.conf.OmitArgPrefixes[Config], prog="train.py", default=default, args=arguments)
+
+
+def finish(
+    config: Config, encoder, index: Index, evaluation: Index | None, report: Report, step: int, threads: int
+) -> None:
+    """Measures and exports the encoder, on rank 0."""
+    training = {"method": "APS", "recipe": config.recipe, "steps": step, "images": len(index)}
+    if evaluation is not None:
+        device = report.ranks.device
+        bank = config.knn_images or (2_000 if device.type == "cpu" else max(len(index), 4 * len(evaluation)))
+        scores = knn.compare(
+            {"untrained": new_encoder(config).to(device), "trained": encoder},
+            index, evaluation, bank=bank, queries=max(1, bank // 4),
+            mean=config.mean, std=config.std, device=device, threads=threads,
+        )  # fmt: skip
+        report.record({"step": step, **scores})
+        report.say(
+            f"k-NN accuracy on {scores['knn_queries']:,} of {len(evaluation):,} images, {scores['knn_bank']:,} as the "
+            f"bank: {scores['knn_trained']:.1f} % trained, {scores['knn_untrained']:.1f} % untrained"
+        )
+        training |= scores
+    path = export_encoder(
+        encoder, config.output, name=config.model, arguments=encoder_arguments(config),
+        mean=config.mean, std=config.std, training=training,
+    )  # fmt: skip
+    report.say(f"encoder: {path}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
