@@ -68,10 +68,7 @@ def main(arguments: list[str]) -> None:
         clip_units(network), momentum=config.clip_momentum, alpha=config.clip_alpha, variant=config.clip
     )
     start = state["step"] if state else 0
-    report = Report(
-        config.output, ranks, every=config.log_every, start=start, total=steps, steps_per_epoch=steps_per_epoch,
-        batch=config.batch_size,
-    )  # fmt: skip
+    report = Report(config, ranks, start=start, total=steps, steps_per_epoch=steps_per_epoch)
     parts = {"network": network, "key_network": key_network, "optimizer": optimizer, "clip": clip, "report": report}
     if state:
         restore(state, loader, parts)

@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -11,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from .checkpoint import write_atomically
 from .ranks import Ranks
+from .recipes import Config
 
 
 class Report:
@@ -19,19 +19,17 @@ class Report:
     The sums stay on the device until they are printed, so that a step waits for nothing.
     """
 
-    def __init__(
-        self, output: Path, ranks: Ranks, *, every: int, start: int, total: int, steps_per_epoch: int, batch: int
-    ):
-        """``every``, ``start``, ``total``: optimizer steps; ``batch``: images per step over all ranks."""
-        self.path = output / "metrics.jsonl"
+    def __init__(self, config: Config, ranks: Ranks, *, start: int, total: int, steps_per_epoch: int):
+        """``start``, ``total``: optimizer steps already taken, and at the end."""
+        self.path = config.output / "metrics.jsonl"
         self.ranks = ranks
-        self.every = every
+        self.every = config.log_every
+        self.batch = config.batch_size
+        self.groups = config.groups
         self.total = total
         self.steps_per_epoch = steps_per_epoch
-        self.batch = batch
         self.sums = torch.zeros(2, device=ranks.device)
         self.count = 0
-        self.loaded = 0  # batches since the last line
         self.waited = 0.0  # seconds since the last line
         self.since = time.perf_counter()
         if ranks.first:
@@ -62,7 +60,6 @@ class Report:
             self.waited += time.perf_counter() - start
             if batch is None:
                 return
-            self.loaded += 1
             yield batch
 
     def step(self, step: int, loss: torch.Tensor, similarity: torch.Tensor, learning_rate: float) -> None:
@@ -76,18 +73,19 @@ class Report:
         loss, similarity = (self.ranks.mean(self.sums) / self.count).tolist()
         now = time.perf_counter()
         seconds = now - self.since
+        pairs = self.count * self.batch / seconds
         record = {
             "step": step,
             "epoch": round(step / self.steps_per_epoch, 4),
             "loss": loss,
             "similarity": similarity,
             "learning_rate": learning_rate,
-            "images_per_second": round(self.loaded * self.batch / seconds, 2),
-            "pairs_per_second": round(self.count * self.batch / seconds, 2),
+            "images_per_second": round(pairs / self.groups, 2),  # decoded ones: each makes a pair of views per group
+            "pairs_per_second": round(pairs, 2),
             "data_wait": round(self.waited / seconds, 4),
         }
         self.sums.zero_()
-        self.count, self.loaded, self.waited, self.since = 0, 0, 0.0, now
+        self.count, self.waited, self.since = 0, 0.0, now
         if self.ranks.first:
             self.record(record)
             self._show(record)
@@ -99,7 +97,7 @@ class Report:
 
     def say(self, text: str) -> None:
         """A line for the reader, above the bar."""
-        if self.ranks.first:
+        if text and self.ranks.first:
             self.bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def state_dict(self) -> dict:

@@ -6,11 +6,11 @@ import platform
 from pathlib import Path
 from typing import Any
 
+import nvidia.dali
 import timm
 import torch
 from timm.models.vision_transformer import VisionTransformer
 
-import pipeline
 from model import create_encoder, patch_grid, timm_arguments
 from pipeline import Index, Loader
 from pipeline.toy import make_toy
@@ -138,8 +138,12 @@ def _describe(config: Config, index: Index) -> dict[str, Any]:
     return {
         "config": json.loads(json.dumps(dataclasses.asdict(config), default=str)),
         "data": {"images": len(index), "classes": len(index.classes), "fingerprint": index.fingerprint},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "timm": timm.__version__}
-        | {"dali": pipeline.dali_version()},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "timm": timm.__version__,
+            "dali": nvidia.dali.__version__,
+        },
     }
 
 

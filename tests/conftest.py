@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # equal sums need equal thread counts, and two cores serve several ranks
 
 
 def pytest_collection_modifyitems(items):
@@ -47,7 +48,7 @@ def run_program(*arguments, check: int | None = 0, ranks: int = 1, **environment
         launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", port]
     done = subprocess.run(
         [*launcher, *map(str, arguments)],
-        cwd=ROOT, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        cwd=ROOT, capture_output=True, text=True, timeout=300, env=os.environ | ONE_THREAD | environment,
     )  # fmt: skip
     if check is not None:
         assert done.returncode == check, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"

@@ -1,0 +1,160 @@
+"""The whole program, as a user calls it: on a CPU, on small images, with a small model."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import timm
+import torch
+from conftest import ONE_THREAD, ROOT, photo, run_program
+from PIL import Image
+from safetensors.torch import load_file
+
+from train import main
+
+SMALL = (
+    "--device", "cpu", "--threads", "1", "--depth", "1", "--image-size", "32", "--batch-size", "12", "--epochs", "2",
+    "--warmup-epochs", "0.5", "--log-every", "3", "--checkpoint-every", "5", "--head-hidden", "32", "--head-out", "16",
+)  # fmt: skip
+MORE = ("--ema", "0.9", "--clip", "vector")
+
+
+def train(data, output, *more, **how):
+    return run_program("train.py", *SMALL, "--data", data, "--output", output, *more, **how)
+
+
+def metrics(output):
+    """The logged steps without what depends on the clock."""
+    clocked = {"images_per_second", "pairs_per_second", "data_wait"}
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in clocked} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(photos, tmp_path_factory):
+    """A run from start to end: 48 images, batches of 12, 2 epochs of 4 batches, 4 groups each: 32 steps."""
+    output = tmp_path_factory.mktemp("runs") / "undisturbed"
+    done = train(photos, output, "--eval-data", photos, *MORE)
+    return output, done.stdout
+
+
+def test_run_leaves_what_the_readme_promises(undisturbed):
+    output, said = undisturbed
+    names = {path.name for path in output.iterdir()}
+    assert names >= {
+        "config.json",
+        "metrics.jsonl",
+        "checkpoints",
+        "rejected.jsonl",
+        "encoder.safetensors",
+        "encoder.json",
+    }
+    logged = [line for line in metrics(output) if "loss" in line]
+    assert [line["step"] for line in logged] == [*range(3, 33, 3), 32]
+    assert said.count("loss ") == len(logged)
+    assert len(list((output / "checkpoints").iterdir())) == 3
+    description = json.loads((output / "encoder.json").read_text())
+    assert description["training"]["knn_queries"] == 48 and "k-NN accuracy" in said
+    vit = timm.create_model(
+        description["model"], checkpoint_path=str(output / "encoder.safetensors"), **description["arguments"]
+    )
+    assert vit(torch.randn(1, 3, 32, 32)).shape == (1, 192)
+
+
+def test_killed_and_continued_gives_the_same_bytes(undisturbed, photos, tmp_path):
+    """kill -9 after a checkpoint, the first of which lies within a batch (step 5), then the same command again."""
+    output = tmp_path / "killed"
+    arguments = ["train.py", *SMALL, "--data", photos, "--output", output, "--eval-data", photos, *MORE]
+    running = subprocess.Popen(
+        [sys.executable, *map(str, arguments)], cwd=ROOT, env=os.environ | ONE_THREAD, stdout=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 120
+    while not list((output / "checkpoints").glob("*.pt")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    steps = [int(re.search(r"\d+", path.name).group()) for path in (output / "checkpoints").glob("*.pt")]
+    assert steps and max(steps) < 32, "the run was over before it could be killed"
+    assert f"steps {max(steps) + 1} to 32" in run_program(*arguments).stdout
+    assert metrics(output) == metrics(undisturbed[0])
+    assert (output / "encoder.safetensors").read_bytes() == (undisturbed[0] / "encoder.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("more", [(), ("--ema", "0.9", "--clip", "norm")], ids=["own keys", "momentum keys"])
+def test_two_ranks_train_as_one_process(photos, tmp_path, more):
+    for ranks in (1, 2):
+        train(photos, tmp_path / str(ranks), "--max-steps", "9", "--lr", "1e-4", *more, ranks=ranks)
+    one, two = metrics(tmp_path / "1"), metrics(tmp_path / "2")
+    assert [line["step"] for line in one] == [line["step"] for line in two] == [3, 6, 9]
+    for a, b in zip(one, two, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-3)
+        assert a["similarity"] == pytest.approx(b["similarity"], abs=1e-3)
+    weights = [load_file(tmp_path / str(ranks) / "encoder.safetensors") for ranks in (1, 2)]
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(tensor, weights[1][name], rtol=0, atol=3e-4)  # a few AdamW steps of 1e-4 at most
+
+
+def test_bad_files_are_left_out_and_named(tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    for number in range(20):
+        photo(number).save(data / f"good{number:02}.jpg")
+    (data / "empty.jpg").touch()
+    (data / "cut.jpg").write_bytes((data / "good00.jpg").read_bytes()[:-2])
+    (data / "text.jpg").write_text("no image at all")
+    photo(30).save(data / "png.JPEG", format="PNG")
+    photo(31).convert("CMYK").save(data / "cmyk.jpg")
+    photo(32).convert("L").save(data / "grey.jpg")
+    Image.new("RGB", (1, 1), "red").save(data / "dot.jpg")
+    rotated = Image.Exif()
+    rotated[274] = 6
+    photo(33).save(data / "turned.jpg", exif=rotated)
+    done = train(data, tmp_path / "run", "--max-steps", "16")
+    rejected = {
+        line["path"]: line["reason"]
+        for line in map(json.loads, (tmp_path / "run" / "rejected.jsonl").read_text().splitlines())
+    }
+    assert set(rejected) == {"empty.jpg", "cut.jpg", "text.jpg"}
+    assert rejected["empty.jpg"] == "empty file"
+    assert "left out 3 of 28 files" in done.stdout and all(name in done.stdout for name in rejected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--data", "nowhere"), "nowhere"),
+        (("--data", "{empty}"), "no usable image"),
+        (("--data", "{photos}", "--batch-size", "64"), "48 images"),
+        (("--data", "{photos}", "--groups", "5", "--keep-ratio", "0.25"), "at most 4 groups"),
+        (("--data", "{photos}", "--image-size", "30"), "--image-size 30 is not divisible by the patch size 8"),
+        (("--data", "{photos}", "--model", "resnet18"), "--model resnet18"),
+        (("--data", "{photos}", "--lr", "-1"), "--lr -1.0: expected 0 or more"),
+        (("--data", "{photos}", "--eval-data", "{other}"), "classes that are not in"),
+        (("--recipe", "imagenet"), "imagenet"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, tuple) else "",
+)
+def test_wrong_configurations_stop_before_any_work(photos, tmp_path, capsys, arguments, said):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other" / "zebra").mkdir(parents=True)
+    photo(0).save(tmp_path / "other" / "zebra" / "0.jpg")
+    places = {"photos": photos, "empty": tmp_path / "empty", "other": tmp_path / "other"}
+    arguments = [argument.format(**places) for argument in arguments]
+    with pytest.raises(SystemExit) as ended:
+        main([*SMALL, "--output", str(tmp_path / "run"), *arguments])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_another_run_is_never_overwritten(undisturbed, photos):
+    output, _ = undisturbed
+    before = {path: path.read_bytes() for path in output.iterdir() if path.is_file()}
+    for more, said in ((("--lr", "0.5"), "lr 0.001 there and 0.5 now"), (("--resume", "never"), "holds a run")):
+        assert said in train(photos, output, "--eval-data", photos, *MORE, *more, check=2).stderr
+    assert before == {path: path.read_bytes() for path in output.iterdir() if path.is_file()}
