@@ -1,0 +1,156 @@
+"""The DALI graph: a file is decoded once, and each view is one resize of a crop, one colour operation and a blur.
+
+The same graph runs on the CPU (``device_id=None``) and, with "mixed" decoding, wholly on a GPU. It draws nothing
+itself: every parameter comes with the batch. Facts it relies on (DALI 2.4; the tests hold them):
+- a crop with flip is the relative region of interest of ``resize`` with the ends of x swapped; a relative region in
+  [0, 1] is safe when the file has changed its size since the scan, an absolute one outside the image kills the process;
+- brightness, contrast about the mean, saturation and hue together are an affine map of the colour,
+  out = M.rgb + C.mean(rgb). Nothing is clipped in between, so highlights that brightness blows out come back when the
+  contrast is lowered. Hue is a rotation about the grey axis; from torchvision's shift in HSV it differs, for a tenth of
+  a turn of a photograph, by 4.5 levels in the mean (a rotation in YIQ, as DALI's color_twist has it, by 7.3);
+- JPEG (also CMYK, grey, progressive, MPO), PNG, BMP, WebP, TIFF and PNM decode to upright RGB; alpha is dropped, of
+  several frames the first is taken, 16 bits are scaled to 8. GIF, AVIF, PFM and a JPEG that lacks even its last two
+  bytes are errors. A damaged JPEG 2000 can kill the process, so the index takes none.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+
+_LUMA = np.array([0.299, 0.587, 0.114])  # ITU-R BT.601, as Pillow and torchvision weigh grey
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """Which operations one view of the graph has; what has probability 0 in the recipe is not built."""
+
+    colour: bool = False
+    blur: float = 0.0  # probability: at 1 the operation is unconditional
+    solarise: bool = False
+
+
+def views(augmentation):
+    """The two views of training with ``augmentation``."""
+    a = augmentation
+    jitter = a.jitter_p > 0 and (a.brightness or a.contrast or a.saturation or a.hue)
+    colour = bool(jitter or a.grey_p > 0)
+    return tuple(View(colour, a.blur_p[i], a.solarise_p[i] > 0) for i in range(2))
+
+
+def region(boxes, flips, sizes):
+    """Boxes [m,4] (y, x, h, w) in images of sizes [m,2] as relative regions: start and end, float32 [m,2] each."""
+    start, end = boxes[:, :2] / sizes, (boxes[:, :2] + boxes[:, 2:]) / sizes
+    swapped = flips[:, None] & np.array([False, True])
+    return np.where(swapped, end, start).astype(np.float32), np.where(swapped, start, end).astype(np.float32)
+
+
+def colour_matrices(brightness, contrast, saturation, hue):
+    """The affine colour map out = M.rgb + C.mean(rgb): factors [m] and hue in turns [m] -> M, C float32 [m,3,3].
+
+    Brightness b and contrast c about the mean luma y give b*c*rgb + b*(1-c)*y; saturation and hue follow, which keep
+    greys and so the second term.
+    """
+    columns = brightness, contrast, saturation, 2 * math.pi * hue
+    b, c, s, angle = (np.asarray(column, np.float64)[:, None, None] for column in columns)
+    saturate = s * np.eye(3) + (1 - s) * _LUMA
+    # Rotation about the grey axis (1, 1, 1), from red over yellow to green; a third of a turn permutes the channels.
+    cross = np.array([[0, -1, 1], [1, 0, -1], [-1, 1, 0]]) / math.sqrt(3)
+    rotate = np.cos(angle) * np.eye(3) + np.sin(angle) * cross + (1 - np.cos(angle)) / 3
+    centre = b * (1 - c) * np.broadcast_to(_LUMA, (3, 3))  # the luma of the mean, the same for every channel
+    return (b * c * rotate @ saturate).astype(np.float32), centre.astype(np.float32)
+
+
+def feeds(view, sizes, drawn, number):
+    """The arrays that view ``number`` of the graph takes from a ``stream.Draw``, in its order."""
+    arrays = list(region(drawn.boxes[:, number], drawn.flips[:, number], sizes))
+    if view.colour:
+        factors = [v[:, number] for v in (drawn.brightness, drawn.contrast, drawn.saturation, drawn.hue)]
+        changed = (factors[0] != 1) | (factors[1] != 1) | (factors[2] != 1) | (factors[3] != 0)
+        arrays += [changed, *colour_matrices(*factors)]
+    if view.blur:
+        arrays.append(np.ascontiguousarray(drawn.blur_sigma[:, number]))  # DALI takes no strides
+    if view.solarise:
+        arrays.append(np.where(drawn.solarise[:, number], 255, 0).astype(np.uint8)[:, None, None, None])
+    return arrays
+
+
+def pipeline(source, views, *, image_size, batch_size, threads, device_id, arithmetic=None):
+    """A DALI pipeline with one uint8 [B,H,W,3] output per view.
+
+    ``source()`` returns the next batch: a list of file names (uint8 arrays), then the ``feeds`` of every view; it
+    raises StopIteration at the end. ``arithmetic`` picks the form of the colour map that a GPU needs (default: there).
+    """
+    from nvidia.dali import fn, pipeline_def, types
+    from nvidia.dali import math as dmath
+
+    gpu = device_id is not None
+    arithmetic = gpu if arithmetic is None else arithmetic
+    inputs = 1 + sum(2 + 3 * v.colour + (v.blur > 0) + v.solarise for v in views)
+
+    def recolour(image, direct, centre):
+        mean = fn.coord_transform(fn.reductions.mean(image, axes=(0, 1), keep_dims=True), M=centre)
+        if arithmetic:  # an operator's argument cannot come from GPU memory
+            return fn.cast(fn.coord_transform(image, M=direct, dtype=types.FLOAT) + mean, dtype=types.UINT8)
+        return fn.coord_transform(image, M=direct, T=fn.reshape(mean, shape=[3]), dtype=types.UINT8)
+
+    @pipeline_def(batch_size=batch_size, num_threads=threads, device_id=device_id, enable_conditionals=True)
+    def graph():
+        paths, *arrays = fn.external_source(source=source, num_outputs=inputs, batch=True)
+        arrays = iter(arrays)
+        # Plain reads: a mapped file that shrinks while it is read kills the process.
+        decoded = decode(fn.io.file.read(paths, dont_use_mmap=True), gpu)
+        outputs = []
+        for view in views:
+            start, end = next(arrays), next(arrays)
+            size = [image_size, image_size]
+            image = fn.resize(decoded, size=size, roi_start=start, roi_end=end, roi_relative=True, antialias=True)
+            if view.colour:
+                changed, direct, centre = next(arrays), next(arrays), next(arrays)
+                if changed:
+                    image = recolour(image, direct, centre)
+            if view.blur == 1:
+                image = fn.gaussian_blur(image, sigma=next(arrays))
+            elif view.blur > 0:
+                sigma = next(arrays)
+                if sigma > 0:
+                    image = fn.gaussian_blur(image, sigma=sigma)
+            if view.solarise:
+                mask = next(arrays)
+                image = dmath.min(image, image ^ (mask.gpu() if gpu else mask))  # x ^ 255 is 255 - x, x ^ 0 is x
+            outputs.append(image)
+        return tuple(outputs)
+
+    return graph()
+
+
+def decode(encoded, gpu):
+    """The decoding operator: upright RGB, uint8 HWC."""
+    from nvidia.dali import fn, types
+
+    return fn.decoders.image(encoded, device="mixed" if gpu else "cpu", output_type=types.RGB, adjust_orientation=True)
+
+
+def probe(paths, device_id):
+    """Decode each file alone, as the graph does: yields None for a good one, the reason for a bad one."""
+    from nvidia.dali import fn, pipeline_def
+
+    @pipeline_def(batch_size=1, num_threads=1, device_id=device_id, prefetch_queue_depth=1)
+    def graph():
+        return decode(fn.external_source(name="encoded", batch=True), device_id is not None)
+
+    alone = graph()
+    for path in paths:
+        try:
+            encoded = np.fromfile(path, np.uint8)
+        except OSError as error:
+            yield error.strerror
+            continue
+        try:
+            if encoded.size:
+                alone.run(encoded=[encoded])
+            yield None if encoded.size else "empty file"
+        except RuntimeError as error:
+            alone = graph()  # nothing promises that a pipeline goes on after an error
+            lines = str(error).rpartition("encountered:")[2].strip().splitlines()
+            yield f"does not decode ({lines[0].rstrip(' :')})"

@@ -1,0 +1,185 @@
+"""Batches for training and evaluation, from an index through the DALI graph; bad files are replaced or skipped."""
+
+import collections
+import dataclasses
+import itertools
+import os
+
+import numpy as np
+import torch
+
+from pipeline import graph, stream
+from pipeline.index import Index
+
+_BAD_FLOOR = 20  # so many bad files are allowed however small the index is
+
+
+@dataclasses.dataclass
+class Batch:
+    """One rank's part of a global batch, B images, all on the device."""
+
+    views: tuple[torch.Tensor, torch.Tensor]  # uint8 [B,H,W,3] each; DALI's own memory, kept alive by the tensor
+    boxes: torch.Tensor  # int32 [B,2,4] (y, x, h, w), pixels of the upright source image as it was indexed
+    flips: torch.Tensor  # bool [B,2]
+    sample: torch.Tensor  # int64 [B] position in the index; of the replacement where a file is bad
+    label: torch.Tensor  # int64 [B], -1 = none
+
+
+class Loader:
+    """Endless, numbered batches of two augmented views; ``batch_size`` counts the images of all ranks.
+
+    Batch b belongs to epoch b // batches_per_epoch; an incomplete last batch of an epoch is dropped. What a batch holds
+    depends on its number, the seed, the index and the augmentation only. ``bad`` names the samples found undecodable so
+    far and why. Raises ValueError for sizes that do not divide, and while iterating when more than ``max_bad`` of the
+    index is bad.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        augmentation: stream.Augmentation,
+        *,
+        image_size: int,
+        batch_size: int,
+        seed: int,
+        device: torch.device,
+        threads: int,
+        rank: int = 0,
+        ranks: int = 1,
+        max_bad: float = 0.05,
+    ):
+        if batch_size < 1 or batch_size % ranks:
+            raise ValueError(f"batch size {batch_size}: expected a positive multiple of the {ranks} ranks")
+        if len(index) < batch_size:
+            raise ValueError(f"{len(index)} images in {index.root}: expected at least one batch of {batch_size}")
+        self.index, self.augmentation, self.seed = index, augmentation, seed
+        self.device, self.max_bad = torch.device(device), max_bad
+        self.batches_per_epoch = len(index) // batch_size
+        self.bad: dict[int, str] = {}
+        self._batch_size, self._per_rank, self._rank = batch_size, batch_size // ranks, rank
+        self._views = graph.views(augmentation)
+        self._graph = {"image_size": image_size, "batch_size": self._per_rank, "threads": threads}
+        self._order = None, None  # epoch, its order
+
+    def batches(self, first: int, last: int):
+        """Yield Batch number first, ..., last - 1. Close the iterator (or drop it) to stop early."""
+        numbers = range(first, last)
+        decoded = _decoded(self.index, self._plan, numbers, self._views, self._graph, self.device, self._found)
+        for plan, views in decoded:
+            arrays = plan.drawn.boxes, plan.drawn.flips, plan.sample, self.index.labels[plan.sample]
+            yield Batch(views, *(_to(array, self.device) for array in arrays))
+
+    def _plan(self, number):
+        """Which samples batch ``number`` holds on this rank, and what is done to them."""
+        self._found({})  # the caller may have added what other ranks found
+        epoch, position = divmod(number, self.batches_per_epoch)
+        if self._order[0] != epoch:
+            self._order = epoch, stream.epoch_order(len(self.index), self.seed, epoch)
+        start = position * self._batch_size + self._rank * self._per_rank
+        planned = self._order[1][start : start + self._per_rank]
+        sample = np.array([self._good(s, epoch) for s in planned.tolist()], np.int64)
+        sizes = self.index.sizes[sample]
+        drawn = stream.draw(self.augmentation, sizes, sample, self.seed, epoch)
+        feeds = (feed for i, view in enumerate(self._views) for feed in graph.feeds(view, sizes, drawn, i))
+        return _Plan(sample, tuple(feeds), drawn)
+
+    def _good(self, sample, epoch):
+        """The sample itself or, as long as that is known to be bad, its next replacement."""
+        candidates = (stream.replacement(sample, i, len(self.index), self.seed, epoch) for i in itertools.count())
+        return next(s for s in itertools.chain((sample,), candidates) if s not in self.bad)
+
+    def _found(self, bad):
+        """Note bad samples {sample: reason}; ValueError when they are too many."""
+        self.bad.update(bad)
+        limit = min(max(_BAD_FLOOR, int(self.max_bad * len(self.index))), len(self.index) - 1)
+        if len(self.bad) > limit:
+            named = "; ".join(f"{self.index.paths[s]}: {reason}" for s, reason in itertools.islice(self.bad.items(), 5))
+            share = f"{len(self.bad)} of {len(self.index)} images in {self.index.root}"
+            raise ValueError(f"{share} do not decode, at most {limit} may: {named}")
+
+
+def evaluation_batches(index: Index, samples: np.ndarray, *, image_size: int, batch_size: int, device, threads: int):
+    """Yield (images uint8 [b,S,S,3], sample int64 [b], label int64 [b]) on the device, every sample once and in order.
+
+    The shorter side is resized to 8/7 of S and the centre cut out; below 64 pixels, where images are as small as that
+    themselves, the whole image is resized to S x S. The last batch may be smaller; files that do not decode are left
+    out.
+    """
+    samples, device, bad = np.asarray(samples, np.int64), torch.device(device), {}
+
+    def plan(number):
+        sample = samples[number * batch_size : (number + 1) * batch_size]
+        sample = np.array([s for s in sample.tolist() if s not in bad], np.int64)
+        sizes = index.sizes[sample].astype(np.float64)
+        side = sizes.min(1, keepdims=True) * 7 / 8 if image_size >= 64 else sizes
+        margin = (0.5 - side / sizes / 2).astype(np.float32)
+        return _Plan(sample, (margin, 1 - margin))
+
+    settings = {"image_size": image_size, "batch_size": batch_size, "threads": threads}
+    numbers = range(-(-len(samples) // batch_size))
+    for planned, (images,) in _decoded(index, plan, numbers, (graph.View(),), settings, device, bad.update):
+        yield images, _to(planned.sample, device), _to(index.labels[planned.sample], device)
+
+
+@dataclasses.dataclass
+class _Plan:
+    sample: np.ndarray  # int64 [B]
+    feeds: tuple  # the arrays for the graph, see graph.feeds
+    drawn: stream.Draw | None = None
+
+
+def _decoded(index, plan, numbers, views, settings, device, found):
+    """Run the plans of a range of numbers through the graph: yield (plan, uint8 tensors [B,H,W,3] on the device).
+
+    A failed batch is taken apart: ``found`` gets {sample: reason} of the files that do not decode, and a new pipeline
+    (4 ms on the CPU) goes on at that batch, which is planned again, as are those that were in flight behind it.
+    """
+    gpu = device.type == "cuda"
+    device_id = (torch.cuda.current_device() if device.index is None else device.index) if gpu else None
+    retried = False
+    while True:
+        planned = collections.deque()  # what is in flight: (number, plan)
+        pipeline = graph.pipeline(_source(index, plan, numbers, planned), views, device_id=device_id, **settings)
+        while True:
+            try:
+                outputs = pipeline.run(torch.cuda.current_stream(device) if gpu else None)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                number, failed = planned[0]
+                bad = _probe(index, failed.sample, device_id)
+                if not bad and retried:
+                    raise RuntimeError(f"batch {number} fails, but each of its files decodes alone: {error}") from error
+                found(bad)
+                numbers, retried = range(number, numbers.stop), not bad
+                break
+            retried = False
+            yield planned.popleft()[1], tuple(torch.from_dlpack(output.as_tensor()) for output in outputs)
+
+
+def _source(index, plan, numbers, planned):
+    """The function that feeds the graph: each call plans a number, notes it in ``planned`` and skips empty plans."""
+    remaining = iter(numbers)
+
+    def source():
+        for number in remaining:
+            current = plan(number)
+            if len(current.sample):
+                planned.append((number, current))
+                names = [np.frombuffer(os.fsencode(index.file(s)), np.uint8) for s in current.sample.tolist()]
+                return names, *current.feeds
+        raise StopIteration
+
+    return source
+
+
+def _probe(index, sample, device_id):
+    """{sample: reason} of the files that do not decode."""
+    reasons = graph.probe((index.file(s) for s in sample.tolist()), device_id)
+    return {s: reason for s, reason in zip(sample.tolist(), reasons, strict=True) if reason}
+
+
+def _to(array, device):
+    """A numpy array as a tensor on the device; the copy to a GPU overlaps with what runs there."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

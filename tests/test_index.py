@@ -1,0 +1,178 @@
+"""The scan of an image folder: labels, sizes, rejections, cache."""
+
+import os
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from pipeline import Index
+from pipeline import index as index_module
+
+
+def save(path, size=(30, 20), **options):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", size, "red").save(path, **options)
+
+
+def fill(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+
+
+def test_class_folders(tmp_path):
+    root = tmp_path / "some data"
+    for name in ("dog/b.JPEG", "dog/nested/deep/a.jpg", "été 猫/ö x.png", "loose.jpg"):
+        save(root / name)
+    save(root / "dog/really a png.jpg", format="PNG")
+    save(root / "dog/no suffix", format="JPEG")
+    for name in ("dog/.hidden.jpg", "dog/._b.JPEG", ".thumbnails/a.jpg"):
+        save(root / name, format="JPEG")
+    fill(root / "README.md", b"about")
+    fill(root / "dog/annotation.json", b"{}")
+    save(tmp_path / "elsewhere/linked.jpg")
+    (root / "ant").symlink_to(tmp_path / "elsewhere")
+    (root / "dog/loop").symlink_to(root)
+    (root / "dog/link.jpg").symlink_to(root / "loose.jpg")
+
+    index = Index.scan(root)
+    expected = {
+        "ant/linked.jpg": 0,
+        "dog/b.JPEG": 1,
+        "dog/link.jpg": 1,
+        "dog/nested/deep/a.jpg": 1,
+        "dog/no suffix": 1,
+        "dog/really a png.jpg": 1,
+        "loose.jpg": -1,
+        "été 猫/ö x.png": 2,
+    }
+    assert index.classes == ("ant", "dog", "été 猫") and index.rejected == {}
+    assert dict(zip(index.paths, index.labels.tolist(), strict=True)) == expected and index.paths == sorted(expected)
+    assert len(index) == 8 and index.labels.dtype == np.int64
+    assert index.sizes.dtype == np.int32 and (index.sizes == [20, 30]).all()
+    assert all(os.path.samefile(index.file(i), root / path) for i, path in enumerate(index.paths))
+
+
+def test_a_flat_folder_below_home_has_no_classes(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save(tmp_path / "flat/a.jpg")
+    save(tmp_path / "flat/b.png")
+    index = Index.scan("~/flat")
+    assert index.classes == () and index.labels.tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tiff"])
+def test_sizes_are_those_of_the_upright_image(tmp_path, orientation, suffix):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    save(tmp_path / f"a.{suffix}", size=(30, 20), exif=exif)
+    assert Index.scan(tmp_path).sizes.tolist() == [[20, 30] if orientation < 5 else [30, 20]]
+
+
+def test_rejected_files_are_named_with_the_reason(tmp_path):
+    save(tmp_path / "a/good.jpg")
+    jpeg = (tmp_path / "a/good.jpg").read_bytes()
+    png = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"
+    fill(tmp_path / "a/empty.jpg", b"")
+    fill(tmp_path / "a/text.jpg", b"hello, I am text")
+    fill(tmp_path / "a/head.jpg", jpeg[:15])
+    fill(tmp_path / "a/head.png", png)
+    fill(tmp_path / "a/huge.ppm", b"P6 60000 60000 255\n")
+    fill(tmp_path / "a/long.ppm", b"P6 70000 2 255\n")
+    save(tmp_path / "only bad/a.gif")
+    save(tmp_path / "only bad/b.jp2")
+    (tmp_path / "only bad/broken.jpg").symlink_to(tmp_path / "nowhere")
+    index = Index.scan(tmp_path)
+    assert index.paths == ["a/good.jpg"]
+    assert index.classes == ("a", "only bad"), "the numbers of classes must not depend on which files are damaged"
+    expected = {
+        "a/empty.jpg": "empty file",
+        "a/head.jpg": "",
+        "a/head.png": "",
+        "a/huge.ppm": "pixels",
+        "a/long.ppm": "size 2x70000",
+        "a/text.jpg": "not an image",
+        "only bad/a.gif": "format GIF is not supported",
+        "only bad/b.jp2": "format JPEG2000 is not supported",
+        "only bad/broken.jpg": "broken link",
+    }
+    assert list(index.rejected) == sorted(expected)
+    for path, reason in expected.items():
+        assert reason in index.rejected[path] and index.rejected[path], path
+
+
+def test_worker_processes_give_the_same_index(tmp_path, monkeypatch):
+    for i in range(7):
+        save(tmp_path / f"class {i % 2}/é{i}.png", size=(i + 1, 5))
+    fill(tmp_path / "class 0/bad.jpg", b"")
+    (tmp_path / os.fsdecode(b"class 0/\xff.png")).write_bytes((tmp_path / "class 0/é0.png").read_bytes())
+    alone = Index.scan(tmp_path)
+    monkeypatch.setattr(index_module, "_PARALLEL", 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    monkeypatch.setattr(index_module, "_read_headers", None)  # not in this process
+    shared = Index.scan(tmp_path)
+    assert len(shared) == 8 and shared.fingerprint == alone.fingerprint and shared.rejected == alone.rejected
+
+
+def test_the_cache_is_used_until_something_changes(tmp_path, monkeypatch):
+    root, cache = tmp_path / "data", tmp_path / "new folder/index.npz"
+    save(root / "a/1.png")
+    (root / os.fsdecode(b"a/\xff.png")).write_bytes((root / "a/1.png").read_bytes())
+    fill(root / "a/bad.jpg", b"")
+    scans = []
+    read = index_module._read_headers
+    monkeypatch.setattr(index_module, "_read_headers", lambda *args: scans.append(1) or read(*args))
+
+    def scan():
+        before = len(scans)
+        index = Index.scan(root, cache)
+        return index, len(scans) > before
+
+    index, scanned = scan()
+    again, rescanned = scan()
+    assert scanned and not rescanned
+    assert again.fingerprint == index.fingerprint and again.paths == index.paths and again.rejected == index.rejected
+
+    save(root / "a/2.png")
+    assert scan()[1] and not scan()[1], "a new file"
+    os.utime(root / "a/2.png", ns=(1, 1))
+    assert scan()[1] and not scan()[1], "a new time"
+    (root / "a/2.png").unlink()
+    assert scan()[1] and not scan()[1], "a file less"
+    for content in (b"", b"garbage", cache.read_bytes()[:-40]):
+        cache.write_bytes(content)
+        assert scan()[1] and not scan()[1], "a damaged cache"
+    np.savez(cache, paths=np.zeros(3), other=np.zeros(3))
+    assert scan()[1], "a foreign cache"
+    root = root.rename(tmp_path / "moved")
+    index, scanned = scan()
+    assert not scanned and os.path.samefile(index.root, root), "paths are relative: a data set that moves is the same"
+    assert [p.name for p in cache.parent.iterdir()] == ["index.npz"], "nothing temporary is left"
+
+
+def test_the_fingerprint_tells_data_sets_apart(tmp_path):
+    save(tmp_path / "a/1.png")
+    save(tmp_path / "b/2.png")
+    prints = [Index.scan(tmp_path).fingerprint]
+    save(tmp_path / "b/2.png", size=(31, 20))
+    prints.append(Index.scan(tmp_path).fingerprint)
+    (tmp_path / "b/2.png").rename(tmp_path / "b/3.png")
+    prints.append(Index.scan(tmp_path).fingerprint)
+    os.utime(tmp_path / "b/3.png", ns=(1, 1))
+    assert len(set(prints)) == 3 and Index.scan(tmp_path).fingerprint == prints[-1]
+
+
+def test_errors_are_one_clear_line(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no folder .*nowhere"):
+        Index.scan(tmp_path / "nowhere")
+    fill(tmp_path / "file", b"x")
+    with pytest.raises(NotADirectoryError, match="is a file"):
+        Index.scan(tmp_path / "file")
+    with pytest.raises(ValueError, match=r"no usable image in .*; expected JPEG"):
+        Index.scan(tmp_path)
+    fill(tmp_path / "a.jpg", b"")
+    fill(tmp_path / "b.jpg", b"text")
+    with pytest.raises(ValueError, match=r"\(2 files rejected, first: a.jpg: empty file\)") as caught:
+        Index.scan(tmp_path)
+    assert "\n" not in str(caught.value)

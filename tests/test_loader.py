@@ -1,0 +1,234 @@
+"""The loader end to end on the CPU: what a batch holds depends on its number only, and bad files shift nothing else."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torchvision.transforms.v2.functional as F
+from PIL import Image, ImageOps
+
+from pipeline import Augmentation, Index, Loader, evaluation_batches, graph
+from pipeline.stream import replacement
+
+CPU = torch.device("cpu")
+PLAIN = Augmentation(jitter_p=0, grey_p=0, blur_p=(0, 0), solarise_p=(0, 0))
+N = 50
+
+
+@pytest.fixture
+def root(tmp_path):
+    """50 images of different sizes in two classes; every fourth lies on its side (EXIF)."""
+    rng = np.random.default_rng(0)
+    for i in range(N):
+        exif = Image.Exif()
+        exif[0x0112] = 6 if i % 4 == 0 else 1
+        coarse = Image.fromarray(rng.integers(0, 256, (4, 5, 3), np.uint8))
+        path = tmp_path / "data" / "ab"[i % 2] / f"{i:02}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        coarse.resize((40 + i, 60), Image.Resampling.BICUBIC).save(path, exif=exif, quality=95)
+    return tmp_path / "data"
+
+
+def loader(index, augmentation=None, **options):
+    settings = {"image_size": 24, "batch_size": 12, "seed": 7, "device": CPU, "threads": 2}
+    return Loader(index, augmentation or Augmentation(), **(settings | options))
+
+
+def tensors(batch):
+    return (*batch.views, batch.boxes, batch.flips, batch.sample, batch.label)
+
+
+def by_sample(batches, per_epoch):
+    """{(epoch, sample): its tensors}"""
+    return {
+        (number // per_epoch, s): tuple(t[i] for t in tensors(batch))
+        for number, batch in batches
+        for i, s in enumerate(batch.sample.tolist())
+    }
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def all_same(batches, others):
+    return all(same(tensors(a), tensors(b)) for a, b in zip(batches, others, strict=True))
+
+
+def test_batches_are_complete_and_epochs_are_permutations(root):
+    index = Index.scan(root)
+    load = loader(index)
+    assert load.batches_per_epoch == N // 12 == 4
+    batches = list(load.batches(0, 8))
+    for batch in batches:
+        types = [torch.uint8, torch.uint8, torch.int32, torch.bool, torch.int64, torch.int64]
+        assert [t.dtype for t in tensors(batch)] == types
+        assert [tuple(t.shape) for t in tensors(batch)] == [(12, 24, 24, 3)] * 2 + [(12, 2, 4), (12, 2), (12,), (12,)]
+        assert batch.label.tolist() == index.labels[batch.sample.numpy()].tolist()
+    epochs = [torch.cat([b.sample for b in batches[i : i + 4]]).tolist() for i in (0, 4)]
+    assert all(len(set(e)) == 48 for e in epochs) and epochs[0] != epochs[1]
+    assert not load.bad and len({batch.views[0].data_ptr() for batch in batches}) == 8
+
+
+def test_content_depends_on_neither_start_nor_threads_nor_ranks_nor_batch_size(root):
+    index = Index.scan(root)
+    whole = list(loader(index).batches(0, 10))
+    for first in (3, 5):  # resuming
+        assert all_same(whole[first:], loader(index).batches(first, 10))
+    assert all_same(whole, loader(index, threads=1).batches(0, 10))
+    parts = [loader(index, rank=r, ranks=3).batches(2, 9) for r in range(3)]
+    for expected, *slices in zip(whole[2:9], *parts, strict=True):
+        assert same(tensors(expected), [torch.cat(t) for t in zip(*(tensors(s) for s in slices), strict=True)])
+    small = by_sample(enumerate(loader(index, batch_size=5).batches(0, 20)), 10)
+    for key, expected in by_sample(enumerate(whole[:8]), 4).items():
+        assert same(expected, small[key]), key
+    assert not same(tensors(whole[0]), tensors(next(loader(index, seed=8).batches(0, 1))))
+
+
+def test_boxes_and_flips_describe_the_views(root):
+    """Cutting the box out of the upright image again, with Pillow, gives the view."""
+    index = Index.scan(root)
+    (batch,) = loader(index, PLAIN).batches(0, 1)
+    for i, s in enumerate(batch.sample.tolist()):
+        with Image.open(index.file(s)) as image:
+            upright = ImageOps.exif_transpose(image).convert("RGB")
+        assert list(upright.size[::-1]) == index.sizes[s].tolist()
+        for view in range(2):
+            crop = F.resized_crop(upright, *batch.boxes[i, view].tolist(), [24, 24])
+            crop = F.horizontal_flip(crop) if batch.flips[i, view] else crop
+            assert np.abs(batch.views[view][i].numpy() - np.asarray(crop).astype(float)).mean() < 1.5, (s, view)
+    assert batch.flips.any() and not batch.flips.all()
+
+
+def break_files(index, samples):
+    """Break files after the scan, each in another way."""
+    gone, short, text, empty = (Path(index.file(s)) for s in samples)
+    gone.unlink()
+    short.write_bytes(short.read_bytes()[:-2])
+    text.write_text("text")
+    empty.write_bytes(b"")
+
+
+def test_files_that_go_bad_are_replaced_and_shift_nothing(root, monkeypatch):
+    index = Index.scan(root)
+    clean = list(loader(index).batches(0, 8))
+    clean_by_sample = by_sample(enumerate(clean), 4)
+    broken = [*clean[0].sample[[0, 11]].tolist(), *clean[2].sample[[3, 4]].tolist()]
+    break_files(index, broken)
+    probed = []
+    probe = graph.probe
+    monkeypatch.setattr(graph, "probe", lambda paths, device: probe(probed.append(1) or paths, device))
+
+    load = loader(index)
+    got = list(load.batches(0, 8))
+    assert sorted(load.bad) == sorted(broken) and all(load.bad.values())
+    assert load.bad[broken[0]] == "No such file or directory" and load.bad[broken[3]] == "empty file"
+    assert len(got) == 8
+    for number, (before, after) in enumerate(zip(clean, got, strict=True)):
+        epoch = number // 4
+        for i, (s, now) in enumerate(zip(before.sample.tolist(), after.sample.tolist(), strict=True)):
+            if s in broken:
+                s = next(r for r in (replacement(s, k, N, 7, epoch) for k in range(100)) if r not in broken)
+            assert s == now, (number, i)
+            if (epoch, s) in clean_by_sample:
+                assert same(clean_by_sample[epoch, s], [t[i] for t in tensors(after)]), (number, s)
+    # Once known they cost nothing; a loader that knows nothing of them yet ends at the same batches.
+    count = len(probed)
+    assert all_same(got, load.batches(0, 8)) and len(probed) == count
+    assert all_same(got[5:], loader(index).batches(5, 8))
+    parts = [loader(index, rank=r, ranks=2).batches(0, 8) for r in range(2)]
+    for expected, *slices in zip(got, *parts, strict=True):
+        assert same(tensors(expected), [torch.cat(t) for t in zip(*(tensors(s) for s in slices), strict=True)])
+
+
+def test_a_file_that_changes_its_size_is_still_cropped_inside(root):
+    index = Index.scan(root)
+    for i in range(0, N, 2):
+        Image.new("RGB", (3, 2), "white").save(index.file(i))
+    load = loader(index, PLAIN)
+    for batch in load.batches(0, 4):
+        changed = batch.sample % 2 == 0
+        assert (batch.views[0][changed] > 250).all()
+    assert not load.bad
+
+
+def test_too_many_bad_files_stop_with_their_names(root):
+    index = Index.scan(root)
+    for i in range(N):
+        Path(index.file(i)).write_bytes(b"")
+    with pytest.raises(ValueError, match=r"2\d of 50 images .* do not decode, at most 20 may: .*empty file"):
+        list(loader(index).batches(0, 4))
+    with pytest.raises(ValueError, match=r"3\d of 50 images .* at most 25 may"):
+        list(loader(index, max_bad=0.5).batches(0, 4))
+
+
+def test_an_index_of_which_nothing_decodes_ends(tmp_path):
+    for i in range(4):
+        Image.new("RGB", (9, 9)).save(tmp_path / f"{i}.png")
+    index = Index.scan(tmp_path)
+    for i in range(4):
+        os.remove(index.file(i))
+    with pytest.raises(ValueError, match="of 4 images"):
+        list(loader(index, batch_size=2).batches(0, 2))
+    samples = np.arange(4)
+    assert list(evaluation_batches(index, samples, image_size=24, batch_size=3, device=CPU, threads=1)) == []
+
+
+def test_views_stay_valid_and_threads_end(root):
+    index = Index.scan(root)
+    next(loader(index).batches(0, 2))  # whatever DALI starts once for the process
+
+    def threads():
+        return len(os.listdir("/proc/self/task"))
+
+    before = threads()
+    batches = loader(index).batches(0, 100)
+    kept = [next(batches) for _ in range(30)]
+    sums = [batch.views[1].long().sum().item() for batch in kept]
+    assert threads() > before
+    batches.close()
+    assert threads() == before
+    list(loader(index, seed=1).batches(0, 30))
+    assert [batch.views[1].long().sum().item() for batch in kept] == sums
+
+
+@pytest.mark.parametrize("size", [64, 32])
+def test_evaluation_sees_every_sample_once(root, size):
+    index = Index.scan(root)
+    broken = [3, 4, 10, 20]
+    break_files(index, broken)
+    samples = np.arange(N)[::-1][:45]
+    batches = list(evaluation_batches(index, samples, image_size=size, batch_size=4, device=CPU, threads=2))
+    seen = torch.cat([b[1] for b in batches]).tolist()
+    assert seen == [s for s in samples.tolist() if s not in broken]
+    assert torch.equal(torch.cat([b[2] for b in batches]), torch.from_numpy(index.labels[seen]))
+    for images, sample, _ in batches:
+        for got, s in zip(images.numpy(), sample.tolist(), strict=True):
+            with Image.open(index.file(s)) as image:
+                upright = ImageOps.exif_transpose(image).convert("RGB")
+            w, h = upright.size
+            x, y = (w / 2, h / 2) if size < 64 else (min(w, h) * 7 / 16,) * 2
+            box = w / 2 - x, h / 2 - y, w / 2 + x, h / 2 + y
+            expected = upright.resize((size, size), Image.Resampling.BILINEAR, box)
+            assert np.abs(got - np.asarray(expected).astype(float)).mean() < 1, s
+
+
+def test_sizes_that_do_not_divide_are_refused(root):
+    index = Index.scan(root)
+    with pytest.raises(ValueError, match=r"batch size 10: expected a positive multiple of the 3 ranks"):
+        loader(index, batch_size=10, ranks=3)
+    with pytest.raises(ValueError, match=r"50 images .* at least one batch of 51"):
+        loader(index, batch_size=51)
+
+
+def test_importing_does_nothing():
+    code = (
+        "import pipeline, sys, threading, torch\n"
+        "print('nvidia.dali' in sys.modules, torch.cuda.is_initialized(), threading.active_count())"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False", "1"] and done.stderr == ""
