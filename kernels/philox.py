@@ -1,9 +1,10 @@
-"""Philox-4x32-10, the one source of randomness of the program (Salmon et al., SC 2011, "Parallel random numbers: as easy as 1, 2, 3").
+"""Philox-4x32-10, the one source of randomness of the program.
 
-A draw is a function of (seed, epoch, purpose, sample id, position) and of nothing else: no generator has a state that
-would have to be saved, and no draw depends on batch size, ranks, threads or on what was drawn before. The same lines run
-on numpy int64 arrays (the data stream), on torch int64 tensors (the CPU path of the sampler) and, as ``tl.philox``, in
-the Triton kernels; a test holds the three together and to the published vectors.
+Salmon et al., SC 2011, "Parallel random numbers: as easy as 1, 2, 3". A draw is a function of (seed, epoch, purpose,
+sample id, position) and of nothing else: no generator has a state that would have to be saved, and no draw depends on
+batch size, ranks, threads or on what was drawn before. The same lines run on numpy int64 arrays (the data stream, the
+CPU path of the sampler), on torch int64 tensors and, as ``tl.philox``, in the Triton kernels; a test holds the three
+together and to the published vectors.
 """
 
 import enum
@@ -27,8 +28,8 @@ class Purpose(enum.IntEnum):
 def philox(counter, key):
     """Ten rounds of Philox-4x32.
 
-    ``counter``: four, ``key``: two int64 arrays or tensors (or ints beside at least one array), broadcastable, values in
-    [0, 2**32). Returns four int64 arrays or tensors with uniform values in [0, 2**32).
+    ``counter``: four, ``key``: two int64 arrays or tensors (or ints beside at least one array), broadcastable, values
+    in [0, 2**32). Returns four int64 arrays or tensors with uniform values in [0, 2**32).
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -41,7 +42,7 @@ def philox(counter, key):
 
 
 def split64(value):
-    """Low and high 32 bits of a 64-bit integer (int, array or tensor; negative ones as two's complement), each in [0, 2**32)."""
+    """Low and high 32 bits, each in [0, 2**32), of 64-bit integers (ints, arrays, tensors; two's complement)."""
     return value & _MASK, (value >> 32) & _MASK
 
 
