@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kernels import gather_patches, sample_views
 from model import AdaptiveClip, QueryNetwork, clip_units, contrastive_loss, export_encoder, update_momentum
-from pipeline import Index, Loader
+from pipeline import Index, Loader, TooManyBadFiles
 from run import knn
 from run.progress import Report
 from run.ranks import Ranks
@@ -163,4 +163,9 @@ def finish(
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except TooManyBadFiles as error:
+        sys.exit(f"train.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit("train.py: interrupted; the same command goes on from the last checkpoint")

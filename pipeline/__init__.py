@@ -1,7 +1,7 @@
 """The data path: which images (index), what happens to each (stream), the DALI graph that does it, batches (loader)."""
 
 from pipeline.index import Index
-from pipeline.loader import Batch, Loader, evaluation_batches
+from pipeline.loader import Batch, Loader, TooManyBadFiles, evaluation_batches
 from pipeline.stream import Augmentation
 
-__all__ = ["Augmentation", "Batch", "Index", "Loader", "evaluation_batches"]
+__all__ = ["Augmentation", "Batch", "Index", "Loader", "TooManyBadFiles", "evaluation_batches"]

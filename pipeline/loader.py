@@ -25,13 +25,17 @@ class Batch:
     label: torch.Tensor  # int64 [B], -1 = none
 
 
+class TooManyBadFiles(ValueError):
+    """More of the images do not decode than a run should pass over in silence."""
+
+
 class Loader:
     """Endless, numbered batches of two augmented views; ``batch_size`` counts the images of all ranks.
 
     Batch b belongs to epoch b // batches_per_epoch; an incomplete last batch of an epoch is dropped. What a batch holds
     depends on its number, the seed, the index and the augmentation only. ``bad`` names the samples found undecodable so
-    far and why. Raises ValueError for sizes that do not divide, and while iterating when more than ``max_bad`` of the
-    index is bad.
+    far and why. Raises ValueError for sizes that do not divide and, while iterating, TooManyBadFiles when more than
+    ``max_bad`` of the index is bad.
     """
 
     def __init__(
@@ -89,13 +93,13 @@ class Loader:
         return next(s for s in itertools.chain((sample,), candidates) if s not in self.bad)
 
     def _found(self, bad):
-        """Note bad samples {sample: reason}; ValueError when they are too many."""
+        """Note bad samples {sample: reason}; TooManyBadFiles when there are."""
         self.bad.update(bad)
         limit = min(max(_BAD_FLOOR, int(self.max_bad * len(self.index))), len(self.index) - 1)
         if len(self.bad) > limit:
             named = "; ".join(f"{self.index.paths[s]}: {reason}" for s, reason in itertools.islice(self.bad.items(), 5))
             share = f"{len(self.bad)} of {len(self.index)} images in {self.index.root}"
-            raise ValueError(f"{share} do not decode, at most {limit} may: {named}")
+            raise TooManyBadFiles(f"{share} do not decode, at most {limit} may: {named}")
 
 
 def evaluation_batches(index: Index, samples: np.ndarray, *, image_size: int, batch_size: int, device, threads: int):

@@ -28,7 +28,7 @@ class Config:
     output: Path = Path("runs/pretrain")
     """Folder for checkpoints, metrics and the encoder; a run that is found there is continued."""
 
-    epochs: float = 6
+    epochs: float = 2
     """Passes over the images. Each loaded image gives GROUPS optimizer steps."""
     max_steps: int | None = None
     """Stop after so many optimizer steps, with the schedules of the full run. Default: all of them."""
@@ -88,7 +88,7 @@ class Config:
     """Averaging coefficients of AdamW."""
     weight_decay: float = 0.05
     """Of AdamW, on every parameter."""
-    warmup_epochs: float = 1
+    warmup_epochs: float = 0.2
     """Epochs of linear warm-up, before the cosine to zero."""
     temperature: float = 0.1
     """tau of the contrastive loss."""
