@@ -1,5 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
+# On a CPU, threads that spin at barriers halve the speed as soon as anything else wants a core (bench/LOG.md).
+export OMP_WAIT_POLICY ?= PASSIVE
 
 demo: .venv/installed  ## set up, then pretrain, evaluate and export on the embedded dataset
 	$(BIN)/python train.py --recipe toy --output runs/demo

@@ -28,11 +28,11 @@ class Config:
     output: Path = Path("runs/pretrain")
     """Folder for checkpoints, metrics and the encoder; a run that is found there is continued."""
 
-    epochs: float = 2
+    epochs: float = 3
     """Passes over the images. Each loaded image gives GROUPS optimizer steps."""
     max_steps: int | None = None
     """Stop after so many optimizer steps, with the schedules of the full run. Default: all of them."""
-    batch_size: int = 128
+    batch_size: int = 64
     """Images per optimizer step, over all ranks."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto takes a GPU if there is one."""
@@ -56,7 +56,7 @@ class Config:
     """Pixels a side of a crop."""
     patch_size: int = 8
     """Pixels a side of a patch; 0 takes the model's own."""
-    depth: int = 6
+    depth: int = 4
     """Transformer blocks; 0 takes the model's own."""
     position_embedding: Literal["sincos", "learned"] = "sincos"
     """Fixed 2-D sine-cosine or learned position embeddings."""
@@ -160,7 +160,11 @@ _IMAGENET = dict(
 )  # fmt: skip
 
 RECIPES: dict[str, Config] = {
-    "toy": Config(augmentation=Augmentation(blur_p=(0.0, 0.0), solarise_p=(0.0, 0.0))),
+    "toy": Config(
+        log_every=50,
+        knn_images=4000,
+        augmentation=Augmentation(area=(0.3, 1.0), hue=0.3, grey_p=0.5, blur_p=(0.0, 0.0), solarise_p=(0.0, 0.0)),
+    ),
     "cifar-vit-t": Config(model="vit_tiny_patch16_224", **_CIFAR),
     "cifar-vit-s": Config(model="vit_small_patch16_224", **_CIFAR),
     "cifar-vit-b": Config(model="vit_base_patch16_224", **_CIFAR),
