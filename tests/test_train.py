@@ -152,6 +152,13 @@ def test_wrong_configurations_stop_before_any_work(photos, tmp_path, capsys, arg
     assert not (tmp_path / "run" / "config.json").exists()
 
 
+@pytest.mark.gpu
+def test_trains_on_a_gpu(photos, tmp_path):
+    train(photos, tmp_path / "run", "--device", "cuda", "--max-steps", "16", "--ema", "0.9", "--clip", "vector")
+    logged = metrics(tmp_path / "run")
+    assert logged[-1]["step"] == 16 and all(0 < line["loss"] < 2 for line in logged)
+
+
 def test_another_run_is_never_overwritten(undisturbed, photos):
     output, _ = undisturbed
     before = {path: path.read_bytes() for path in output.iterdir() if path.is_file()}
