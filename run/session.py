@@ -6,7 +6,6 @@ import platform
 from pathlib import Path
 from typing import Any
 
-import nvidia.dali
 import timm
 import torch
 from timm.models.vision_transformer import VisionTransformer
@@ -85,7 +84,7 @@ def open_output(config: Config, index: Index, ranks: Ranks) -> dict[str, Any] | 
         described = _describe(config, index)
         path = config.output / "config.json"
         if path.exists():
-            _check_same_run(json.loads(path.read_text()), described, config)
+            _check_same_run(path, described, config)
         config.output.mkdir(parents=True, exist_ok=True)
         checkpoint.write_atomically(path, (json.dumps(described, indent=2) + "\n").encode())
         write_rejected(config.output, index, {})
@@ -135,6 +134,8 @@ def summarise_rejected(index: Index, bad: dict[int, str], output: Path) -> str:
 
 def _describe(config: Config, index: Index) -> dict[str, Any]:
     """The content of ``config.json``."""
+    import nvidia.dali  # here, so that what needs no DALI can do without
+
     return {
         "config": json.loads(json.dumps(dataclasses.asdict(config), default=str)),
         "data": {"images": len(index), "classes": len(index.classes), "fingerprint": index.fingerprint},
@@ -147,23 +148,29 @@ def _describe(config: Config, index: Index) -> dict[str, Any]:
     }
 
 
-def _check_same_run(there: dict[str, Any], now: dict[str, Any], config: Config) -> None:
+def _check_same_run(path: Path, now: dict[str, Any], config: Config) -> None:
     output = config.output
+    try:
+        stored = json.loads(path.read_text())
+        there, data = stored["config"], stored["data"]
+        images = data["images"]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path} is not the config of a run; expected another --output, or its removal") from None
     if config.resume == "never":
         raise ValueError(
             f"--resume never: {output} holds a run; expected another --output, or --resume auto to continue it"
         )
     changed = [
-        f"{name} {there['config'].get(name)} there and {value} now"
+        f"{name} {there.get(name)} there and {value} now"
         for name, value in now["config"].items()
-        if name not in FREE_ON_RESUME and there["config"].get(name) != value
+        if name not in FREE_ON_RESUME and there.get(name) != value
     ]
     if changed:
         raise ValueError(
             f"{output} holds another run ({'; '.join(changed)}); expected the same options or another --output"
         )
-    if there["data"] != now["data"]:
+    if data != now["data"]:
         raise ValueError(
-            f"{output} holds a run on other images ({there['data']['images']:,} there, {now['data']['images']:,} now, "
+            f"{output} holds a run on other images ({images:,} there, {now['data']['images']:,} now, "
             "or other names, labels or sizes); expected the same --data or another --output"
         )

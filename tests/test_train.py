@@ -159,9 +159,11 @@ def test_trains_on_a_gpu(photos, tmp_path):
     assert logged[-1]["step"] == 16 and all(0 < line["loss"] < 2 for line in logged)
 
 
-def test_another_run_is_never_overwritten(undisturbed, photos):
+def test_another_run_is_never_overwritten(undisturbed, photos, capsys):
     output, _ = undisturbed
     before = {path: path.read_bytes() for path in output.iterdir() if path.is_file()}
     for more, said in ((("--lr", "0.5"), "lr 0.001 there and 0.5 now"), (("--resume", "never"), "holds a run")):
-        assert said in train(photos, output, "--eval-data", photos, *MORE, *more, check=2).stderr
+        with pytest.raises(SystemExit) as ended:
+            main([*SMALL, "--data", str(photos), "--output", str(output), "--eval-data", str(photos), *MORE, *more])
+        assert ended.value.code == 2 and said in capsys.readouterr().err
     assert before == {path: path.read_bytes() for path in output.iterdir() if path.is_file()}
