@@ -27,6 +27,7 @@ from run.session import (
     restore,
     save,
     summarise_rejected,
+    write_rejected,
 )
 
 
@@ -73,16 +74,18 @@ def main(arguments: list[str]) -> None:
     if state:
         restore(state, loader, parts)
         del state
+    if ranks.first:
+        write_rejected(config.output, index, loader.bad)
     query_network = network
     if ranks.count > 1:
-        # Weights are equal on all ranks by construction, and there are no buffers to keep equal.
-        query_network = DistributedDataParallel(network, broadcast_buffers=False, gradient_as_bucket_view=True)
+        query_network = DistributedDataParallel(network, gradient_as_bucket_view=True)
 
     with report:
         report.say(
             f"{config.model}, {config.image_size} px, {keep} of {grid[0]} x {grid[1]} patches per view, "
             f"{groups} groups; {len(index):,} images, batch {config.batch_size} on {ranks.count} x "
-            f"{ranks.device.type}, {threads} input threads each; steps {start + 1} to {steps}"
+            f"{ranks.device.type}, {threads} input threads each; "
+            + (f"steps {start + 1} to {steps}" if start < steps else f"all {start} steps are done")
         )
         step = start
         for batch in report.waiting_for(loader.batches(start // groups, -(-steps // groups))):
@@ -144,17 +147,21 @@ def finish(
     if evaluation is not None:
         device = report.ranks.device
         bank = config.knn_images or (2_000 if device.type == "cpu" else max(len(index), 4 * len(evaluation)))
-        scores = knn.compare(
-            {"untrained": new_encoder(config).to(device), "trained": encoder},
-            index, evaluation, bank=bank, queries=max(1, bank // 4),
-            mean=config.mean, std=config.std, device=device, threads=threads,
-        )  # fmt: skip
-        report.record({"step": step, **scores})
-        report.say(
-            f"k-NN accuracy on {scores['knn_queries']:,} of {len(evaluation):,} images, {scores['knn_bank']:,} as the "
-            f"bank: {scores['knn_trained']:.1f} % trained, {scores['knn_untrained']:.1f} % untrained"
-        )
-        training |= scores
+        try:
+            scores = knn.compare(
+                {"untrained": new_encoder(config).to(device), "trained": encoder},
+                index, evaluation, bank=bank, queries=max(1, bank // 4),
+                mean=config.mean, std=config.std, device=device, threads=threads,
+            )  # fmt: skip
+        except ValueError as error:  # a whole training does not end without its encoder for that
+            report.say(f"no k-NN accuracy: {error}")
+        else:
+            report.record({"step": step, **scores})
+            report.say(
+                f"k-NN accuracy on {scores['knn_queries']:,} of {len(evaluation):,} images, {scores['knn_bank']:,} as "
+                f"the bank: {scores['knn_trained']:.1f} % trained, {scores['knn_untrained']:.1f} % untrained"
+            )
+            training |= scores
     path = export_encoder(
         encoder, config.output, name=config.model, arguments=encoder_arguments(config),
         mean=config.mean, std=config.std, training=training,

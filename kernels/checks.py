@@ -5,7 +5,7 @@ import math
 import torch
 import triton
 
-from kernels.reference import PATCH_BITS
+from kernels.reference import MAX_PATCHES
 
 # Fixed when the kernels are defined: with TRITON_INTERPRET=1 they run in the interpreter, and CPU tensors with them.
 INTERPRET = triton.knobs.runtime.interpret
@@ -27,5 +27,5 @@ def check_tensor(name, x, dtype, shape, device=None):
 def check_boxes_and_grid(boxes, flips, grid):
     check_tensor("boxes", boxes, torch.int32, (None, 2, 4))
     check_tensor("flips", flips, torch.bool, (boxes.shape[0], 2), boxes.device)
-    if len(grid) != 2 or min(grid) < 1 or math.prod(grid) > 1 << PATCH_BITS:
-        raise ValueError(f"grid: expected (rows, columns) with 1 to {1 << PATCH_BITS} patches, got {grid}")
+    if len(grid) != 2 or min(grid) < 1 or math.prod(grid) > MAX_PATCHES:
+        raise ValueError(f"grid: expected (rows, columns) with 1 to {MAX_PATCHES} patches, got {grid}")

@@ -18,6 +18,7 @@ from kernels.philox import Purpose, philox, split64, stream_key
 # A sort key is an int64: [class 1 bit | value 51 bits | patch number 11 bits]; class 1, of weight zero, comes last.
 PATCH_BITS = 11
 PATCH_MASK = (1 << PATCH_BITS) - 1
+MAX_PATCHES = 1 << PATCH_BITS
 ZERO_WEIGHT = 1 << 62
 # Fixed point: logarithms have 44 fraction bits, keys 32 and gamma 16. For gamma <= 1024 every product fits an int64.
 LOG_BITS, KEY_BITS, POWER_BITS = 44, 32, 16

@@ -65,7 +65,8 @@ def _create(name: str, arguments: dict, **more) -> VisionTransformer:
         ) from None
     except TypeError:  # an architecture that has no such argument
         vit = None
-    if not isinstance(vit, VisionTransformer) or type(vit.patch_embed) is not PatchEmbed or vit.pos_embed is None:
+    # A subclass may have ways of its own from patches to features (a distillation token, relative positions).
+    if type(vit) is not VisionTransformer or type(vit.patch_embed) is not PatchEmbed or vit.pos_embed is None:
         raise ValueError(
             f"--model {name} is no plain Vision Transformer (linear patch embedding, absolute positions), "
             "so it cannot run on a subset of patches; expected one such as vit_small_patch16_224"

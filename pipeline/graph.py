@@ -152,5 +152,6 @@ def probe(paths, device_id):
             yield None if encoded.size else "empty file"
         except RuntimeError as error:
             alone = graph()  # nothing promises that a pipeline goes on after an error
-            lines = str(error).rpartition("encountered:")[2].strip().splitlines()
-            yield f"does not decode ({lines[0].rstrip(' :')})"
+            said = str(error).rpartition("encountered:")[2].strip().splitlines()[0].rstrip(" :")
+            its_own = "decode" in said or "nvImageCodec failure" in said  # these say no more than that it failed
+            yield "does not decode (truncated or corrupt)" if its_own else f"does not decode ({said})"

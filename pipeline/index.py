@@ -78,7 +78,7 @@ class Index:
         rejected = dict(sorted((unreadable | rejected).items()))
         if not paths:
             first = next(iter(rejected.items()), None)
-            listed = f" ({len(rejected)} files rejected, first: {first[0]}: {first[1]})" if first else ""
+            listed = f" ({len(rejected)} files rejected, first: {printable(first[0])}: {first[1]})" if first else ""
             expected = "expected JPEG, PNG, BMP, WebP or TIFF files, flat or in class folders"
             raise ValueError(f"no usable image in {root}{listed}; {expected}")
         folders = [path.split("/", 1)[0] if "/" in path else None for path in paths]
@@ -86,6 +86,11 @@ class Index:
         number = {name: i for i, name in enumerate(classes)}
         labels = np.array([number.get(f, -1) for f in folders], np.int64)
         return cls(root, paths, labels, sizes, classes, rejected)
+
+
+def printable(path: str) -> str:
+    """A file name for the screen: line breaks, control characters and undecodable bytes as escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in path)
 
 
 def _joined(paths):

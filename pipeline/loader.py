@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from pipeline import graph, stream
-from pipeline.index import Index
+from pipeline.index import Index, printable
 
 _BAD_FLOOR = 20  # so many bad files are allowed however small the index is
 
@@ -97,7 +97,9 @@ class Loader:
         self.bad.update(bad)
         limit = min(max(_BAD_FLOOR, int(self.max_bad * len(self.index))), len(self.index) - 1)
         if len(self.bad) > limit:
-            named = "; ".join(f"{self.index.paths[s]}: {reason}" for s, reason in itertools.islice(self.bad.items(), 5))
+            named = "; ".join(
+                f"{printable(self.index.paths[s])}: {reason}" for s, reason in itertools.islice(self.bad.items(), 5)
+            )
             share = f"{len(self.bad)} of {len(self.index)} images in {self.index.root}"
             raise TooManyBadFiles(f"{share} do not decode, at most {limit} may: {named}")
 

@@ -41,9 +41,8 @@ def load(path: Path) -> dict[str, Any]:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # whatever zip, pickle or torch find wrong with it
-        raise ValueError(
-            f"{path} is no readable checkpoint ({error}); remove it to continue from the one before"
-        ) from error
+        what = f"{path} is no readable checkpoint ({type(error).__name__})"
+        raise ValueError(f"{what}; remove it to continue from the one before") from error
 
 
 def _all(folder: Path) -> list[Path]:

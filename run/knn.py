@@ -22,7 +22,7 @@ def subset(index: Index, size: int) -> np.ndarray:
 def features(encoders: Sequence, index: Index, samples: np.ndarray, *, mean, std, device, threads: int):
     """Normalised features of whole images, one float32 [n, D] per encoder, and their labels int64 [n], on the device.
 
-    Each image is decoded once for all encoders; those that cannot be decoded are left out.
+    Each image is decoded once for all encoders; those that cannot be decoded are left out, ValueError if none can.
     """
     height, width = encoders[0].patch_embed.grid_size
     patch = encoders[0].patch_embed.patch_size[0]
@@ -40,6 +40,8 @@ def features(encoders: Sequence, index: Index, samples: np.ndarray, *, mean, std
             for encoder, rows in zip(encoders, found, strict=True):
                 rows.append(F.normalize(encode(encoder, patches, everything).float(), dim=1))
         labels.append(label)
+    if not labels:
+        raise ValueError(f"none of {len(samples)} images in {index.root} decodes")
     return [torch.cat(rows) for rows in found], torch.cat(labels)
 
 

@@ -1,5 +1,6 @@
 """What a run says of itself: a live bar on a terminal, plain lines elsewhere, ``metrics.jsonl`` in either case."""
 
+import datetime
 import json
 import time
 from collections.abc import Iterator
@@ -7,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from .checkpoint import write_atomically
 from .ranks import Ranks
@@ -36,9 +38,10 @@ class Report:
             self._forget_after(start)
             console = Console()
             self.bar = Progress(
-                TextColumn("epoch {task.fields[epoch]:.2f}"), BarColumn(), MofNCompleteColumn(),
-                TextColumn("{task.fields[figures]}"), TimeRemainingColumn(),
-                console=console, disable=not console.is_terminal, redirect_stderr=False,
+                TextColumn("epoch {task.fields[epoch]:.2f}"), BarColumn(16), MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[figures]}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),
+                console=console, disable=not console.is_terminal, redirect_stderr=False, expand=True,
             )  # fmt: skip
             epoch = start / steps_per_epoch
             self.task = self.bar.add_task("", total=total, completed=start, epoch=epoch, figures="")
@@ -116,7 +119,7 @@ class Report:
         self.bar.update(self.task, figures=figures)
         if self.bar.disable:
             left = self.bar.tasks[0].time_remaining
-            eta = "-" if left is None else time.strftime("%H:%M:%S", time.gmtime(left))
+            eta = "-" if left is None else datetime.timedelta(seconds=round(left))
             self.say(f"epoch {record['epoch']:.2f}  step {record['step']}/{self.total}  {figures}  eta {eta}")
 
     def _forget_after(self, step: int) -> None:

@@ -32,9 +32,9 @@ class Ranks:
         if device == "cuda" and gpus == 0:
             raise ValueError("--device cuda: torch sees no GPU here; expected one, or --device cpu")
         if device != "cpu" and gpus:
-            if local_rank >= gpus:
+            if local_count > gpus:
                 raise ValueError(
-                    f"rank {local_rank} of this machine has no GPU: {gpus} for {local_count} ranks; start fewer"
+                    f"{local_count} ranks on a machine with {gpus} GPUs; expected at most one rank per GPU"
                 )
             place = torch.device("cuda", local_rank)
             torch.cuda.set_device(place)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from kernels.reference import MAX_POWER
 from pipeline.stream import Augmentation
 
 
@@ -104,18 +105,12 @@ class Config:
     augmentation: Augmentation = field(default_factory=Augmentation)
 
     def __post_init__(self) -> None:
-        for name in (
-            "epochs",
-            "batch_size",
-            "checkpoint_every",
-            "log_every",
-            "image_size",
-            "groups",
-            "head_hidden",
-            "head_out",
-        ):
+        for name in ("data", "eval_data", "output"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, getattr(self, name).expanduser())
+        for name in ("epochs", "batch_size", "checkpoint_every", "log_every", "image_size", "groups"):
             _check(getattr(self, name) > 0, self, name, "more than 0")
-        for name in ("projector_layers", "predictor_layers", "temperature", "clip_alpha"):
+        for name in ("head_hidden", "head_out", "projector_layers", "predictor_layers", "temperature", "clip_alpha"):
             _check(getattr(self, name) > 0, self, name, "more than 0")
         for name in ("threads", "knn_images", "patch_size", "depth", "power", "lr", "weight_decay", "warmup_epochs"):
             _check(getattr(self, name) >= 0, self, name, "0 or more")
@@ -127,12 +122,15 @@ class Config:
         _check(0 <= self.clip_momentum < 1, self, "clip_momentum", "0 up to, not including, 1")
         _check(self.ema is None or 0 <= self.ema <= 1, self, "ema", "a coefficient from 0 to 1, or None")
         _check(-(2**63) <= self.seed < 2**63, self, "seed", "a 64-bit integer")
-        _check(min(self.std) > 0, self, "std", "three numbers above 0")
+        _check(min(self.std) > 0 and max(self.std) < math.inf, self, "std", "three numbers above 0")
+        _check(all(map(math.isfinite, self.mean)), self, "mean", "three numbers")
+        _check(
+            min(self.betas) >= 0 and max(self.betas) < 1, self, "betas", "two numbers from 0 up to, not including, 1"
+        )
+        _check(self.power <= MAX_POWER, self, "power", f"at most {MAX_POWER}")
         _check(self.eval_data is None or self.data is not None, self, "eval_data", "--data beside it")
-        if not all(
-            math.isfinite(value) for value in (self.epochs, self.lr, self.power, self.weight_decay, self.temperature)
-        ):
-            raise ValueError("epochs, lr, power, weight decay and temperature must be finite numbers")
+        for name in ("epochs", "warmup_epochs", "lr", "weight_decay", "temperature", "clip_alpha"):
+            _check(math.isfinite(getattr(self, name)), self, name, "a finite number")
 
 
 def _check(right: bool, config: Config, name: str, expected: str) -> None:

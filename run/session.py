@@ -10,8 +10,10 @@ import timm
 import torch
 from timm.models.vision_transformer import VisionTransformer
 
+from kernels.reference import MAX_PATCHES
 from model import create_encoder, patch_grid, timm_arguments
 from pipeline import Index, Loader
+from pipeline.index import printable
 from pipeline.toy import make_toy
 
 from . import checkpoint
@@ -21,6 +23,8 @@ from .recipes import FREE_ON_RESUME, Config
 TOY = (
     Path(__file__).resolve().parent.parent / "runs" / "toy-data"
 )  # generated once, then shared by all runs of a checkout
+
+OURS = ("checkpoints", "metrics.jsonl", "rejected.jsonl", "encoder.safetensors", "encoder.json")  # beside config.json
 
 
 def encoder_arguments(config: Config) -> dict[str, int]:
@@ -50,6 +54,10 @@ def plan_patches(config: Config) -> tuple[int, tuple[int, int], int]:
             f"--groups {config.groups} --keep-ratio {config.keep_ratio}: {config.groups} disjoint groups of {keep} "
             f"patches do not fit into {patches}; expected at most {patches // keep} groups"
         )
+    if patches > MAX_PATCHES:
+        raise ValueError(
+            f"{patches} patches ({grid[0]} x {grid[1]}) per crop; expected at most {MAX_PATCHES}: larger patches"
+        )
     return patch, grid, keep
 
 
@@ -57,6 +65,8 @@ def open_data(config: Config, ranks: Ranks) -> tuple[Index, Index | None]:
     """Index of the training images and, where given, of the evaluation images, the same on all ranks."""
 
     def scan() -> tuple[Index, Index | None]:
+        if config.output.exists() and not config.output.is_dir():
+            raise ValueError(f"--output {config.output} is a file; expected a folder")
         training, evaluation = config.data, config.eval_data
         if training is None:
             training, evaluation = make_toy(TOY)
@@ -85,9 +95,13 @@ def open_output(config: Config, index: Index, ranks: Ranks) -> dict[str, Any] | 
         path = config.output / "config.json"
         if path.exists():
             _check_same_run(path, described, config)
+        elif there := [name for name in OURS if (config.output / name).exists()]:
+            raise ValueError(
+                f"--output {config.output} holds {there[0]} but no config.json, so it is not known which run that is; "
+                "expected another folder, or its removal"
+            )
         config.output.mkdir(parents=True, exist_ok=True)
         checkpoint.write_atomically(path, (json.dumps(described, indent=2) + "\n").encode())
-        write_rejected(config.output, index, {})
         return checkpoint.newest(config.output / "checkpoints")
 
     newest = ranks.on_first(open_it)
@@ -126,7 +140,7 @@ def summarise_rejected(index: Index, bad: dict[int, str], output: Path) -> str:
     reasons = list(index.rejected.items()) + [(index.paths[sample], reason) for sample, reason in bad.items()]
     if not reasons:
         return ""
-    shown = "; ".join(f"{path}: {reason}" for path, reason in reasons[:10])
+    shown = "; ".join(f"{printable(path)}: {reason}" for path, reason in reasons[:10])
     more = f"; and {len(reasons) - 10:,} more" if len(reasons) > 10 else ""
     files = len(index) + len(index.rejected)
     return f"left out {len(reasons):,} of {files:,} files ({output / 'rejected.jsonl'}): {shown}{more}"

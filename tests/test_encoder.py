@@ -85,7 +85,16 @@ def test_frozen_parts_do_not_learn():
     assert still == {"pos_embed", "patch_embed.proj.weight", "patch_embed.proj.bias"}
 
 
-@pytest.mark.parametrize("name", ["resnet18", "no_such_model", "vit_small_r26_s32_224", "swin_tiny_patch4_window7_224"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "resnet18",
+        "no_such_model",
+        "deit_tiny_distilled_patch16_224",
+        "vit_small_r26_s32_224",
+        "swin_tiny_patch4_window7_224",
+    ],
+)
 def test_other_models_are_refused_by_name(name):
     with pytest.raises(ValueError, match=f"--model {name}"):
         patch_grid(name, **timm_arguments(image_size=224, patch_size=0, depth=0))

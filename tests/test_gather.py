@@ -7,13 +7,15 @@ from kernels import reference
 from tests.interpreter import interpret
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-# patch, rows, columns, keep; the last two numbers: images cut off in front (the address is then odd), and dtype
+# patch, rows, columns, keep; the last two numbers: images cut off in front (the address is then odd), and dtype.
+# None images: the crops are not contiguous.
 SIZES = {
     "P2": (2, 5, 3, 4, 0, torch.float32),
     "P4": (4, 3, 2, 6, 0, torch.float32),
     "P14": (14, 2, 3, 5, 0, torch.float16),
     "P16": (16, 2, 3, 5, 0, torch.float32),
     "P16 half": (16, 1, 2, 1, 0, torch.float16),
+    "P32": (32, 1, 2, 2, None, torch.float32),
     "P7": (7, 3, 1, 2, 1, torch.float32),
     "P8 at an odd address": (8, 1, 3, 2, -1, torch.float32),
 }
@@ -23,7 +25,9 @@ def arguments(patch, rows, columns, keep, skip, dtype):
     generator = torch.Generator().manual_seed(patch)
     shape = 3, rows * patch, columns * patch, 3
     pixels = torch.randint(0, 256, (shape[0] * shape[1] * shape[2] * 3 + 1,), generator=generator, dtype=torch.uint8)
-    crops = (pixels[1:] if skip < 0 else pixels[:-1]).view(shape)[max(skip, 0) :]
+    crops = (pixels[1:] if skip == -1 else pixels[:-1]).view(shape)[max(skip or 0, 0) :]
+    if skip is None:
+        crops = crops.transpose(1, 2).contiguous().transpose(1, 2)
     order = torch.stack([torch.randperm(rows * columns, generator=generator) for _ in crops])
     index = order[:, : 2 * keep].reshape(len(crops), -1)[:, :keep].int()
     index = torch.stack([index.flip(1), index], 1)[:, 1]  # a slice with strides, as first[:, r]
@@ -123,6 +127,7 @@ def test_crops_beyond_two_to_the_31_bytes():
         ({"crops": torch.zeros(3, 3, 12, 8, dtype=torch.uint8)}, ValueError, r"crops.*\[any, any, any, 3\]"),
         ({"index": torch.zeros(3, 6, dtype=torch.int64)}, TypeError, "index.*int32"),
         ({"index": torch.zeros(2, 6, dtype=torch.int32)}, ValueError, r"index.*\[3, any\].*\[2, 6\]"),
+        ({"index": torch.zeros(3, 6, dtype=torch.int32, device="meta")}, ValueError, "index.*cpu.*meta"),
         ({"index": torch.full((3, 6), 6, dtype=torch.int32)}, ValueError, "index.*3x2.*6 to 6"),
         ({"patch": 5}, ValueError, "patch.*12x8.*5"),
         ({"dtype": torch.float64}, TypeError, "dtype.*float64"),

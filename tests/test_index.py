@@ -176,3 +176,8 @@ def test_errors_are_one_clear_line(tmp_path):
     with pytest.raises(ValueError, match=r"\(2 files rejected, first: a.jpg: empty file\)") as caught:
         Index.scan(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_names_on_the_screen_are_harmless():
+    assert index_module.printable("a b/\u00e9.jpg") == "a b/\u00e9.jpg"
+    assert index_module.printable("a\nb\x1b[2J\udcff") == r"a\nb\x1b[2J\udcff"

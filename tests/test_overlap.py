@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import kernels
 from kernels import reference
 from tests.interpreter import interpret
-from tests.test_sampling import PAIRS
+from tests.test_sampling import PAIRS, strided
 
 
 def patches(box, flip, grid):
@@ -40,10 +40,11 @@ def arguments(grid, groups, keep):
     generator = torch.Generator().manual_seed(0)
     order = torch.stack([torch.randperm(n, generator=generator) for _ in range(b)])
     first = order[:, : groups * keep].view(b, groups, keep).int()
-    return (torch.tensor(PAIRS, dtype=torch.int32), flips, first), {"grid": grid}
+    return tuple(map(strided, (torch.tensor(PAIRS, dtype=torch.int32), flips, first))), {"grid": grid}
 
 
 SIZES = {"3x5": ((3, 5), 2, 7), "7x2": ((7, 2), 1, 14), "1x9": ((1, 9), 3, 1), "none kept": ((2, 2), 1, 0)}
+SIZES["37x37"] = (37, 37), 1, 3
 
 
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
@@ -89,6 +90,10 @@ def test_errors_name_what_was_expected():
         kernels.patch_overlap(boxes, flips, first.long(), **kwargs)
     with pytest.raises(ValueError, match=r"first.*\[8, any, any\].*\[7, 2, 7\]"):
         kernels.patch_overlap(boxes, flips, first[:7], **kwargs)
+    with pytest.raises(ValueError, match=r"first.*cpu.*meta"):
+        kernels.patch_overlap(boxes, flips, first.to("meta"), **kwargs)
+    with pytest.raises(ValueError, match=r"boxes.*65535"):
+        kernels.patch_overlap(boxes * 0, flips, first, **kwargs)
     with pytest.raises(ValueError, match=r"first.*grid.*14"):
         kernels.patch_overlap(boxes, flips, first, grid=(2, 5))
 

@@ -122,6 +122,9 @@ def test_bad_files_are_left_out_and_named(tmp_path):
     assert set(rejected) == {"empty.jpg", "cut.jpg", "text.jpg"}
     assert rejected["empty.jpg"] == "empty file"
     assert "left out 3 of 28 files" in done.stdout and all(name in done.stdout for name in rejected)
+    report = (tmp_path / "run" / "rejected.jsonl").read_bytes()
+    assert "all 16 steps are done" in train(data, tmp_path / "run", "--max-steps", "16").stdout
+    assert (tmp_path / "run" / "rejected.jsonl").read_bytes() == report
 
 
 @pytest.mark.parametrize(
@@ -135,6 +138,11 @@ def test_bad_files_are_left_out_and_named(tmp_path):
         (("--data", "{photos}", "--model", "resnet18"), "--model resnet18"),
         (("--data", "{photos}", "--lr", "-1"), "--lr -1.0: expected 0 or more"),
         (("--data", "{photos}", "--eval-data", "{other}"), "classes that are not in"),
+        (("--data", "{photos}", "--model", "deit_tiny_distilled_patch16_224"), "no plain Vision Transformer"),
+        (("--data", "{photos}", "--image-size", "512"), "at most 2048"),
+        (("--data", "{photos}", "--mean", "nan", "0", "0"), "--mean"),
+        (("--data", "{photos}", "--betas", "1", "1"), "--betas"),
+        (("--data", "{photos}", "--output", "{photos}/a/00.jpg"), "is a file; expected a folder"),
         (("--recipe", "imagenet"), "imagenet"),
     ],
     ids=lambda value: value[-1] if isinstance(value, tuple) else "",
@@ -150,6 +158,25 @@ def test_wrong_configurations_stop_before_any_work(photos, tmp_path, capsys, arg
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_a_folder_of_unknown_origin_is_refused(photos, tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text("laboratory notes")
+    for name, content, said in (("a", "", "but no config.json"), ("config.json", "{", "not the config")):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(SystemExit) as ended:
+            main([*SMALL, "--data", str(photos), "--output", str(tmp_path)])
+        assert ended.value.code == 2 and said in capsys.readouterr().err
+    assert (tmp_path / "metrics.jsonl").read_text() == "laboratory notes"
+
+
+def test_evaluation_without_a_usable_image_costs_no_encoder(photos, tmp_path):
+    (tmp_path / "eval" / "a").mkdir(parents=True)
+    cut = (photos / "a" / "00.jpg").read_bytes()[:-200]
+    (tmp_path / "eval" / "a" / "cut.jpg").write_bytes(cut)
+    done = train(photos, tmp_path / "run", "--eval-data", tmp_path / "eval", "--max-steps", "4")
+    assert "no k-NN accuracy: none of 1 images" in done.stdout
+    assert (tmp_path / "run" / "encoder.safetensors").exists()
 
 
 @pytest.mark.gpu
