@@ -25,7 +25,8 @@ def contrastive_loss(queries: Tensor, keys: Tensor, temperature: float) -> tuple
         if dist.is_initialized() and dist.get_world_size() > 1:
             rank = dist.get_rank()
             gathered = keys.new_empty(dist.get_world_size() * 2, *keys.shape[1:])
-            dist.all_gather_into_tensor(gathered, keys)
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # newer and older name
+            gather(gathered, keys)
             keys = gathered.unflatten(0, (-1, 2)).transpose(0, 1).flatten(1, 2)  # [W, 2, B, E] to [2, W*B, E]
         similarity = queries @ keys.flip(0).transpose(1, 2)  # [2, B, W*B]: view 1 against keys of view 2, and back
         positive = torch.arange(local, device=queries.device) + rank * local
