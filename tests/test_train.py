@@ -181,6 +181,8 @@ def test_evaluation_without_a_usable_image_costs_no_encoder(photos, tmp_path):
 
 @pytest.mark.gpu
 def test_trains_on_a_gpu(photos, tmp_path):
+    pytest.importorskip("tyro")
+    pytest.importorskip("nvidia.dali")
     train(photos, tmp_path / "run", "--device", "cuda", "--max-steps", "16", "--ema", "0.9", "--clip", "vector")
     logged = metrics(tmp_path / "run")
     assert logged[-1]["step"] == 16 and all(0 < line["loss"] < 2 for line in logged)

@@ -1,0 +1,28 @@
+"""python -m bench SUBJECT [options]; ``--help`` behind a subject shows its options."""
+
+import importlib
+import signal
+import sys
+
+SUBJECTS = {
+    "compile": "registers, spills and instructions of every kernel, for GPUs that need not be present",
+    "machine": "this machine: card, versions, measured ceilings of copying and of matrix products",
+    "gpu_tests": "the tests marked gpu, as JSON",
+    "kernels": "sampling and gathering against the alternatives",
+    "step": "the optimizer step on synthetic crops: pairs/s, MFU, memory, where the time goes",
+    "input": "decoded and augmented images per second (needs DALI)",
+    "train": "train.py end to end, and the share of time it waits for data (needs DALI and tyro)",
+}
+
+
+def main(arguments: list[str]) -> int:
+    if not arguments or arguments[0] not in SUBJECTS:
+        print("usage: python -m bench SUBJECT [options]\n")
+        print("\n".join(f"  {name:10} {text}" for name, text in SUBJECTS.items()))
+        return 0 if arguments[:1] in ([], ["--help"], ["-h"]) else 2
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # at the end of a time limit, clear up as on Ctrl-C
+    return importlib.import_module(f"bench.{arguments[0]}").main(arguments[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,114 @@
+"""What every kernel compiles to, for GPUs that need not be present: registers, spills, shared memory, instructions.
+
+Numbers are those of the ImageNet recipes (14 x 14 patches of 16 px, 49 kept, 4 groups, bfloat16), and static: an
+instruction in a loop counts once. Loads and stores are those of global memory. For NVIDIA everything is read from the
+machine code (SASS) with the tools inside the triton package, for AMD from the assembly that LLVM writes.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+from bench import environment
+from kernels.compiled import compile_for
+
+CAPABILITIES = 80, 90, 100, 120
+AMD = GPUTarget("hip", "gfx942", 64)
+TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+# First match decides. Constants are "moves", also where the assembler makes them with an arithmetic unit.
+SASS = (
+    ("load", r"LDG"), ("store", r"STG"), ("spill", r"LDL|STL"), ("shuffle", r"SHFL"), ("shared", r"LDS|STS|ATOMS"),
+    ("barrier", r"BAR\b"), ("", r"NOP"), ("branch", r"BRA|BRX|JMP|CALL|RET|EXIT|BSSY|BSYNC|BREAK|WARPSYNC"),
+    ("convert", r"[FI]2[FI]"), ("move", r"U?MOV|IMAD\.U?MOV|HFMA2|C?S2R|S2UR|R2UR|U?LDC"),
+    ("float", r"[FDH](ADD|MUL|FMA|SET|SETP|SEL|MNMX|CHK)|MUFU|HADD2|HMUL2"), ("integer", r"."),
+)  # fmt: skip
+AMDGCN = (
+    ("load", r"(global|buffer|flat)_load"), ("store", r"(global|buffer|flat)_store"), ("spill", r"scratch_"),
+    ("shuffle", r"ds_(b?permute|swizzle)|v_mov_b32_dpp|v_readlane|v_readfirstlane"), ("shared", r"ds_"),
+    ("barrier", r"s_barrier"), ("", r"s_(nop|waitcnt|code_end|sethalt)"), ("branch", r"s_c?branch|s_endpgm|s_setpc"),
+    ("convert", r"v_cvt"), ("move", r"[sv]_mov|s_load"), ("float", r"v_\w*_b?f(16|32|64)"), ("integer", r"."),
+)  # fmt: skip
+KINDS = "shuffle", "shared", "barrier", "float", "convert", "integer", "move", "branch"
+AMD_BITS = {"byte": 8, "short": 16, "dword": 32, "dwordx2": 64, "dwordx3": 96, "dwordx4": 128}
+
+
+def compiled_rows():
+    """Yield a row {target, kernel, registers, ...} for every kernel and target; bits of loads and stores as a dict."""
+    for capability in CAPABILITIES:
+        for name, kernel in compile_for(capability):
+            yield {"target": f"sm_{capability}", "kernel": name} | _nvidia(kernel)
+            if capability == CAPABILITIES[0]:
+                amd = triton.compile(kernel.src, AMD, {"num_warps": kernel.metadata.num_warps})
+                yield {"target": AMD.arch, "kernel": name} | _amd(amd)
+
+
+def _nvidia(kernel) -> dict:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(kernel.asm["cubin"])
+        cubin.flush()
+        usage, sass = (_dump(cubin.name, flag) for flag in ("-res-usage", "-sass"))
+    used = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    code = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*(?:\.\w+)*)", sass, re.MULTILINE)
+    return {
+        "registers": used["REG"],
+        "spilled_bytes": used["STACK"] + used["LOCAL"],
+        "shared_bytes": kernel.metadata.shared,
+    } | _mix(code, SASS, _sass_bits)
+
+
+def _dump(cubin: str, flag: str) -> str:
+    return subprocess.run([TOOL, flag, cubin], capture_output=True, text=True, check=True).stdout
+
+
+def _amd(kernel) -> dict:
+    text = kernel.asm["amdgcn"]
+    used = {key: int(value) for key, value in re.findall(r"^\s+\.(\w+):\s+(\d+)$", text, re.MULTILINE)}
+    code = re.findall(r"^\s+((?:s|v|ds|global|buffer|flat|scratch)_\w+)", text, re.MULTILINE)
+    # Vector registers spill to private memory, scalar ones (4 bytes each) into lanes of vector registers.
+    spilled = used["private_segment_fixed_size"] + 4 * used["sgpr_spill_count"]
+    return {
+        "registers": used["vgpr_count"],
+        "spilled_bytes": spilled,
+        "shared_bytes": kernel.metadata.shared,
+    } | _mix(code, AMDGCN, _amd_bits)
+
+
+def _amd_bits(code: str) -> int:
+    return AMD_BITS[re.search(r"(byte|short|dword(?:x\d)?)", code)[1]]
+
+
+def _sass_bits(code: str) -> int:
+    width = re.search(r"\.[US]?(8|16|64|96|128)\b", code)
+    return int(width[1]) if width else 32
+
+
+def _mix(code: list[str], rules, bits) -> dict:
+    """How many instructions of each kind; loads and stores by their bits per lane."""
+    kinds = [next(kind for kind, pattern in rules if re.match(pattern, x)) for x in code]
+    count = Counter(kinds)
+    by_width = {
+        f"{kind}_bits": dict(sorted(Counter(bits(x) for x, k in zip(code, kinds, strict=True) if k == kind).items()))
+        for kind in ("load", "store")
+    }
+    spills = {"spill_instructions": count["spill"]}
+    return spills | by_width | {kind: count[kind] for kind in KINDS} | {"total": len(code) - count[""]}
+
+
+def main(arguments: list[str]) -> int:
+    options = environment.parser("compile", "Compile every kernel; no GPU is needed.").parse_args(arguments)
+    rows = list(compiled_rows())
+    rows.sort(key=lambda row: row["kernel"])
+    environment.save(options.json, "compile", {"rows": rows})
+    shown = [dict(row) for row in rows]
+    for row in shown:
+        del row["spill_instructions"]
+        for key in ("load_bits", "store_bits"):
+            row[key] = " ".join(f"{count}x{width}" for width, count in row[key].items())
+    environment.print_table(shown)
+    return 0

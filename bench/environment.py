@@ -1,0 +1,97 @@
+"""What every result carries: the machine, the versions and the commit; and how a result becomes a file."""
+
+import argparse
+import functools
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("torch", "triton", "timm", "numpy", "nvidia-dali-cuda130", "tyro")
+
+
+def parser(subject: str, description: str) -> argparse.ArgumentParser:
+    """The options that all subjects share."""
+    options = argparse.ArgumentParser(prog=f"python -m bench {subject}", description=description)
+    options.add_argument("--json", type=Path, help="file for the result")
+    options.add_argument("--smoke", action="store_true", help="everything in small: does it run at all?")
+    return options
+
+
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@functools.cache
+def describe() -> dict:
+    """Card or processor, driver, versions (None: not installed), thread counts, commit ("+" where files differ)."""
+    on_gpu = torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name() if on_gpu else _processor(),
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None,
+        "memory_bytes": torch.cuda.get_device_properties(0).total_memory if on_gpu else None,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in PACKAGES},
+        "cores": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
+        "commit": _commit(),
+    }
+
+
+def _processor() -> str:
+    names = re.findall(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    return names[0] if names else platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _commit() -> str | None:
+    commit = _output("git", "rev-parse", "HEAD")
+    return commit and commit + ("+" if _output("git", "status", "--porcelain") else "")
+
+
+def save(path: Path | None, subject: str, result: dict) -> None:
+    """Write {subject, machine, **result} to ``path`` (None: nowhere), whole or not at all; may be called repeatedly."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps({"subject": subject, "machine": describe(), **result}, indent=1) + "\n")
+    partial.replace(path)
+
+
+def print_table(rows: list[dict]) -> None:
+    """Rows with the same keys, as columns; numbers to the right, with four digits."""
+    text = [[_cell(row[name]) for name in rows[0]] for row in rows]
+    widths = [max(map(len, column)) for column in zip(rows[0], *text, strict=True)]
+    numeric = [isinstance(value, (int, float)) for value in rows[0].values()]
+    for line in (list(rows[0]), *text):
+        cells = zip(line, widths, numeric, strict=True)
+        print("  ".join(x.rjust(w) if right else x.ljust(w) for x, w, right in cells).rstrip())
+
+
+def _cell(value) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return "-" if value is None else str(value)

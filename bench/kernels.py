@@ -1,0 +1,215 @@
+"""Sampling and gathering against the alternatives: time with its spread, bytes, share of the copy bandwidth.
+
+The alternatives are written from the formulas in ``kernels/sampling.py``: what one would write with numpy for one image
+after the other, and what one would write with torch for the batch. Bytes are those that an operation has to move (each
+input and output once), not what an alternative moves beside that.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+import kernels
+from bench import environment
+from bench.timing import copy_bandwidth, measure
+from kernels import reference
+from pipeline.stream import Augmentation, draw
+
+POWER = 3.0
+WIDTH = 384  # of the embedding: ViT-S
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+@dataclass(frozen=True)
+class Size:
+    """``side``: patches a side of the grid; ``keep`` K; ``patch`` P in pixels; ``batch`` B images; always 4 groups."""
+
+    name: str
+    side: int
+    keep: int
+    patch: int
+    batch: int
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        return self.side, self.side
+
+
+SIZES = (
+    Size("imagenet 14x14, P 16", 14, 49, 16, 512),
+    Size("cifar 16x16, P 2", 16, 64, 2, 512),
+    Size("dino 37x37, P 14", 37, 342, 14, 64),
+)
+SMOKE_SIZES = Size("imagenet 14x14, P 16", 14, 49, 16, 8), Size("cifar 16x16, P 2", 16, 64, 2, 8)
+GROUPS = 4
+
+
+def batch_of_boxes(b: int, device: torch.device):
+    """Boxes int32 [B,2,4], flips bool [B,2] and sample ids int64 [B] of real random resized crops of 375 x 500 px."""
+    sample = np.arange(b)
+    drawn = draw(Augmentation(), np.tile([[375, 500]], (b, 1)), sample, seed=0, epoch=0)
+    return tuple(torch.from_numpy(x).to(device) for x in (drawn.boxes, drawn.flips, sample))
+
+
+def edges(box, flip, grid):
+    """Rectangles of one crop's patches, in pixels of the source: top, left, bottom, right, each float64 [N]."""
+    (y, x, h, w), (rows, columns) = box, grid
+    row, column = np.divmod(np.arange(rows * columns), columns)
+    column = columns - 1 - column if flip else column
+    top, left = y + row * h / rows, x + column * w / columns
+    return top, left, top + h / rows, left + w / columns
+
+
+def sample_one_by_one(boxes, flips, size: Size, rng):
+    """One image after the other with numpy: arrays boxes [B,2,4], flips [B,2] -> two int arrays [B,R,K]."""
+    first, second = [], []
+    for pair, flip in zip(boxes, flips, strict=True):
+        chosen = rng.permutation(math.prod(size.grid))[: GROUPS * size.keep].reshape(GROUPS, size.keep)
+        t1, l1, b1, r1 = edges(pair[0], flip[0], size.grid)
+        t2, l2, b2, r2 = (x[:, None] for x in edges(pair[1], flip[1], size.grid))
+        drawn = []
+        for kept in chosen:
+            height = np.minimum(b2, b1[kept]) - np.maximum(t2, t1[kept])
+            width = np.minimum(r2, r1[kept]) - np.maximum(l2, l1[kept])
+            covered = (np.maximum(height, 0) * np.maximum(width, 0)).sum(1) / ((b2 - t2) * (r2 - l2))[:, 0]
+            weight = np.maximum(1 - covered, 0) ** POWER + 1e-12  # patches of weight 0 fill up where others are too few
+            drawn.append(rng.choice(len(weight), size.keep, replace=False, p=weight / weight.sum()))
+        first.append(chosen)
+        second.append(drawn)
+    return np.stack(first), np.array(second)
+
+
+def sample_with_multinomial(boxes, flips, size: Size):
+    """The batch at once with torch: one-dimensional overlaps, their products as matrix products, torch.multinomial."""
+    b, n = len(boxes), math.prod(size.grid)
+    first = torch.rand(b, n, device=boxes.device).argsort(1)[:, : GROUPS * size.keep].view(b, GROUPS, size.keep)
+    mask = torch.zeros(b, GROUPS, n, device=boxes.device).scatter_(2, first, 1.0).view(b, GROUPS, *size.grid)
+    start, length = boxes[..., :2].float(), boxes[..., 2:].float()  # [B, view, axis]
+    overlaps = []
+    for axis in range(2):
+        step = length[..., axis] / size.side  # [B, view]
+        number = torch.arange(size.side, device=boxes.device).expand(b, 2, -1)
+        if axis:
+            number = torch.where(flips[..., None], size.side - 1 - number, number)
+        low = start[..., axis, None] + number * step[..., None]
+        high = low + step[..., None]
+        top = torch.minimum(high[:, 1, :, None], high[:, 0, None]) - torch.maximum(low[:, 1, :, None], low[:, 0, None])
+        overlaps.append(top.clamp_min(0) / step[:, 1, None, None])  # [B, side of view 2, side of view 1]
+    rows, columns = (x[:, None] for x in overlaps)
+    covered = (rows @ mask @ columns.transpose(2, 3)).flatten(2)
+    weight = (1 - covered).clamp_min(0) ** POWER + 1e-12
+    return first, torch.multinomial(weight.flatten(0, 1), size.keep).view(b, GROUPS, size.keep)
+
+
+def patchify(crops, patch: int):
+    """[B,H,W,3] -> all patches [B,N,3*P*P] of the same type, as a patch embedding flattens them."""
+    b, h, w, _ = crops.shape
+    tiles = crops.view(b, h // patch, patch, w // patch, patch, 3)
+    return tiles.permute(0, 1, 3, 5, 2, 4).reshape(b, -1, 3 * patch**2)
+
+
+def normalise(patches, patch: int, dtype):
+    constants = (torch.tensor(x, device=patches.device) for x in reference.normalisation(MEAN, STD))
+    offset, factor = (x.repeat_interleave(patch**2) for x in constants)
+    return ((patches - offset) * factor).to(dtype)
+
+
+def sampling(size: Size, device: torch.device, seconds: float) -> tuple[int, dict]:
+    """Bytes to move, and times per alternative, of drawing all groups of both views."""
+    moved = size.batch * (42 + 8 * GROUPS * size.keep)
+    boxes, flips, sample = batch_of_boxes(size.batch, device)
+    arrays, rng = (boxes.cpu().numpy(), flips.cpu().numpy()), np.random.default_rng(0)
+    shape = {"grid": size.grid, "keep": size.keep, "groups": GROUPS, "power": POWER, "seed": 0, "epoch": 0}
+    batched = {
+        "sample_views": lambda: kernels.sample_views(boxes, flips, sample, **shape),
+        "torch.multinomial": lambda: sample_with_multinomial(boxes, flips, size),
+    }
+    in_numpy = {"image by image, numpy": lambda: sample_one_by_one(*arrays, size, rng)}
+    if device.type == "cpu":
+        return moved, measure(batched | in_numpy, device, seconds=2 * seconds)
+    return moved, measure(batched, device, seconds=seconds) | measure(in_numpy, torch.device("cpu"), seconds=seconds)
+
+
+def overlap(size: Size, device: torch.device, seconds: float) -> tuple[int, dict]:
+    """The same of the overlap alone, which only analysis calls."""
+    boxes, flips, sample = batch_of_boxes(size.batch, device)
+    shape = {"grid": size.grid, "keep": size.keep, "groups": GROUPS, "power": POWER, "seed": 0, "epoch": 0}
+    first, _ = kernels.sample_views(boxes, flips, sample, **shape)
+    times = measure(
+        {"patch_overlap": lambda: kernels.patch_overlap(boxes, flips, first, grid=size.grid)},
+        device,
+        seconds=seconds / 2,
+    )
+    return size.batch * (34 + 4 * GROUPS * (size.keep + math.prod(size.grid))), times
+
+
+def gathering(size: Size, device: torch.device, seconds: float) -> tuple[int, dict]:
+    """The same of cutting out and normalising the kept patches of one view and group."""
+    crops, index, dtype = crops_and_index(size, device)
+    long = index.long()
+    rows = torch.arange(size.batch, device=device)[:, None]
+
+    def by_index():
+        return normalise(patchify(crops, size.patch)[rows, long], size.patch, dtype)
+
+    calls = {
+        "gather_patches": lambda: kernels.gather_patches(
+            crops, index, patch=size.patch, mean=MEAN, std=STD, dtype=dtype
+        ),
+        "torch indexing": by_index,
+        "normalise all, index": lambda: normalise(patchify(crops, size.patch), size.patch, dtype)[rows, long],
+    }
+    pixels = size.batch * size.keep * 3 * size.patch**2
+    moved = pixels * (1 + torch.finfo(dtype).bits // 8) + 4 * size.batch * size.keep
+    return moved, measure(calls, device, seconds=seconds)
+
+
+def embedding(size: Size, device: torch.device, seconds: float) -> tuple[int, dict]:
+    """The same up to the embedded tokens: the kept patches only, or all of them and then a choice."""
+    crops, index, dtype = crops_and_index(size, device)
+    weight = torch.randn(WIDTH, 3 * size.patch**2, device=device, dtype=dtype)
+    long = index.long()[:, :, None].expand(-1, -1, WIDTH)
+
+    def kept():
+        return F.linear(kernels.gather_patches(crops, index, patch=size.patch, mean=MEAN, std=STD, dtype=dtype), weight)
+
+    def everything():
+        return F.linear(normalise(patchify(crops, size.patch), size.patch, dtype), weight).gather(1, long)
+
+    pixels = size.batch * size.keep * 3 * size.patch**2
+    moved = pixels + size.batch * size.keep * (4 + WIDTH * torch.finfo(dtype).bits // 8)
+    return moved, measure({"gather, embed": kept, "embed all, gather": everything}, device, seconds=seconds)
+
+
+def crops_and_index(size: Size, device: torch.device):
+    """uint8 [B,H,W,3], int32 [B,K] and the type that training computes in."""
+    pixels = size.side * size.patch
+    crops = torch.randint(0, 256, (size.batch, pixels, pixels, 3), dtype=torch.uint8, device=device)
+    index = torch.rand(size.batch, math.prod(size.grid), device=device).argsort(1)[:, : size.keep].int()
+    return crops, index, torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def main(arguments: list[str]) -> int:
+    options = environment.parser("kernels", "Sampling and gathering against the alternatives.").parse_args(arguments)
+    device = environment.device()
+    seconds = 0.05 if options.smoke else 2
+    bandwidth = copy_bandwidth(device, seconds / 2)["p50"]
+    rows = []
+    for size in SMOKE_SIZES if options.smoke else SIZES:
+        for operation in (sampling, overlap, gathering, embedding):
+            moved, times = operation(size, device, seconds)
+            ours = next(iter(times.values()))["p50"]
+            for name, time in times.items():
+                rate = moved / time["p50"]
+                rows.append(
+                    {"size": size.name, "batch": size.batch, "operation": operation.__name__, "provider": name}
+                    | {f"{key}_us": time[key] * 1e6 for key in ("p20", "p50", "p80")}
+                    | {"runs": time["runs"], "times_ours": time["p50"] / ours, "bytes": moved}
+                    | {"gb_per_second": rate / 1e9, "share_of_copy": rate / bandwidth}
+                )
+        environment.save(options.json, "kernels", {"copy_bytes_per_second": bandwidth, "rows": rows})
+    environment.print_table(rows)
+    return 0

@@ -1,0 +1,102 @@
+"""The benchmarks run and say what they promise; their figures are no business of a test."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import ONE_THREAD, ROOT, run_program
+
+import kernels
+from bench.compile import compiled_rows
+from bench.kernels import GROUPS, POWER, Size, batch_of_boxes, sample_one_by_one, sample_with_multinomial
+
+RESULTS = {
+    "machine": {"copy_bytes_per_second", "flop_per_second"},
+    "gpu_tests": {"passed", "failed", "skipped", "tests"},
+    "kernels": {"copy_bytes_per_second", "rows"},
+    "step_vit_s": {"recipe", "flop_per_pair", "peak_flop_per_second", "eager"},
+    "step_vit_b": {"recipe", "flop_per_pair", "peak_flop_per_second", "eager"},
+    "input": {"images_per_second", "threads", "batch_seconds"},
+    "train": {"pairs_per_second", "data_wait", "metrics"},
+}
+
+
+def device_script(*arguments, **environment):
+    return subprocess.run(
+        [ROOT / "bench/device.sh", *arguments],
+        capture_output=True, text=True, timeout=300, env=os.environ | ONE_THREAD | environment,
+    )  # fmt: skip
+
+
+def test_device_script_runs_every_part(tmp_path):
+    done = device_script("--smoke", OUT=str(tmp_path), PYTHON=sys.executable)
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr}"
+    ended = re.findall(r"^(\w+) +\d+ s  (.*)$", done.stdout, re.MULTILINE)
+    assert ended == [(part, "ok") for part in RESULTS]
+    assert (tmp_path / "log.txt").read_text() == done.stdout
+    for part, keys in RESULTS.items():
+        text = (tmp_path / f"{part}.json").read_text()
+        assert not re.search(rf"{ROOT}|/home|/root|/tmp", text), f"{part}.json names a path of this machine"
+        result = json.loads(text)
+        assert {"subject", "machine"} | keys <= set(result), part
+        assert {"device", "driver", "versions", "torch_threads", "commit"} <= set(result["machine"])
+
+
+def test_device_script_goes_on_after_a_failure(tmp_path):
+    """An interpreter that fails in every part: every part is tried, every part is reported."""
+    done = device_script("--smoke", OUT=str(tmp_path), PYTHON="false")
+    assert done.returncode == len(RESULTS)
+    assert done.stdout.count("failed, exit code 1") == len(RESULTS)
+
+
+def test_compiled_kernels():
+    rows = list(compiled_rows())
+    targets = {row["target"] for row in rows}
+    assert len(rows) == 15 and targets == {"sm_80", "sm_90", "sm_100", "sm_120", "gfx942"}
+    for row in rows:
+        assert row["spilled_bytes"] == row["spill_instructions"] == 0, row
+        if row["kernel"] == "gather_patches":  # 8 bytes a load (but for indices), 16 bytes a store, nothing shared
+            assert set(row["store_bits"]) == {128} and row["load_bits"][64] >= 3, row
+            assert row["shared_bytes"] == row["shared"] == 0, row
+
+
+def test_alternatives_sample_by_the_same_law():
+    """The mean overlap of the patches drawn for view 2 agrees to 5 standard errors: one false alarm in 870,000 runs."""
+    size = Size("small", 6, 9, 16, 1500)
+    boxes, flips, sample = batch_of_boxes(size.batch, torch.device("cpu"))
+    shape = {"grid": size.grid, "keep": size.keep, "groups": GROUPS, "power": POWER, "seed": 0, "epoch": 0}
+    torch.manual_seed(0)
+    numpy = sample_one_by_one(boxes.numpy(), flips.numpy(), size, np.random.default_rng(0))
+    drawn = {
+        "sample_views": kernels.sample_views(boxes, flips, sample, **shape),
+        "numpy": [torch.from_numpy(view) for view in numpy],
+        "torch": sample_with_multinomial(boxes, flips, size),
+    }
+    overlaps = {}
+    for name, (first, second) in drawn.items():
+        for view in (first.flatten(1), second):
+            assert view.sort(-1).values.diff(dim=-1).min() > 0, f"{name}: a patch twice"
+        shares = kernels.patch_overlap(boxes, flips, first.int().contiguous(), grid=size.grid)
+        overlaps[name] = shares.gather(2, second.long()).mean((1, 2))  # [B], the same boxes for all three
+    for name in ("numpy", "torch"):
+        difference = overlaps[name] - overlaps["sample_views"]
+        error = difference.std() / size.batch**0.5
+        assert abs(difference.mean()) < 5 * error, f"{name}: {difference.mean():.5f} +- {error:.5f}"
+
+
+def test_step_and_kernels_need_no_dali_and_no_tyro():
+    code = (
+        "import sys; sys.modules |= {'nvidia.dali': None, 'tyro': None}\n"
+        "import bench.compile, bench.input, bench.kernels, bench.machine, bench.step, bench.train\n"
+    )
+    assert run_program("-W", "error::UserWarning", "-c", code).stdout == ""
+
+
+@pytest.mark.parametrize("arguments, code", [([], 0), (["nothing"], 2)])
+def test_usage(arguments, code):
+    assert "python -m bench SUBJECT" in run_program("-m", "bench", *arguments, check=code).stdout
