@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from run.checkpoint import write_atomically
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "triton", "timm", "numpy", "nvidia-dali-cuda130", "tyro")
 
@@ -76,9 +78,8 @@ def save(path: Path | None, subject: str, result: dict) -> None:
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps({"subject": subject, "machine": describe(), **result}, indent=1) + "\n")
-    partial.replace(path)
+    text = json.dumps({"subject": subject, "machine": describe(), **result}, indent=1) + "\n"
+    write_atomically(path, text.encode())
 
 
 def print_table(rows: list[dict]) -> None:
