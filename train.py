@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> None:
         sys.exit(2)
 
     on_gpu = ranks.device.type == "cuda"
-    half = torch.bfloat16 if on_gpu else torch.float32
+    dtype = torch.bfloat16 if on_gpu else torch.float32
     groups = config.groups
     steps_per_epoch = loader.batches_per_epoch * groups
     steps = max(1, round(config.epochs * loader.batches_per_epoch)) * groups
@@ -101,7 +101,7 @@ def main(arguments: list[str]) -> None:
 
                 chosen = torch.stack([first[:, group], second[:, group]])  # [2, B, K]
                 patches = torch.stack([
-                    gather_patches(crops, view, patch=patch, mean=config.mean, std=config.std, dtype=half)
+                    gather_patches(crops, view, patch=patch, mean=config.mean, std=config.std, dtype=dtype)
                     for crops, view in zip(batch.views, chosen, strict=True)
                 ])  # [2, B, K, 3*P*P]  # fmt: skip
                 with torch.autocast(ranks.device.type, torch.bfloat16, enabled=on_gpu):

@@ -89,8 +89,11 @@ class Loader:
 
     def _good(self, sample, epoch):
         """The sample itself or, as long as that is known to be bad, its next replacement."""
-        candidates = (stream.replacement(sample, i, len(self.index), self.seed, epoch) for i in itertools.count())
-        return next(s for s in itertools.chain((sample,), candidates) if s not in self.bad)
+        candidate, attempt = sample, 0
+        while candidate in self.bad:
+            candidate = stream.replacement(sample, attempt, len(self.index), self.seed, epoch)
+            attempt += 1
+        return candidate
 
     def _found(self, bad):
         """Note bad samples {sample: reason}; TooManyBadFiles when there are."""

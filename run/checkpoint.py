@@ -6,6 +6,8 @@ random state and no position of a loader: both follow from the step.
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,23 +51,18 @@ def _all(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*.pt"))
 
 
-class _replacing:
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
     """A partial file beside ``path`` that takes its name, safely on disk, when the block ends without an error."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.partial = path.with_name(path.name + ".partial")
-
-    def __enter__(self) -> Path:
-        return self.partial
-
-    def __exit__(self, kind, error, trace) -> None:
-        if kind is not None:
-            self.partial.unlink(missing_ok=True)
-            return
-        _sync(self.partial)
-        self.partial.replace(self.path)
-        _sync(self.path.parent)  # the rename itself
+    partial = path.with_name(path.name + ".partial")
+    try:
+        yield partial
+        _sync(partial)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    _sync(path.parent)  # the rename itself
 
 
 def _sync(path: Path) -> None:

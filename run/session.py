@@ -20,10 +20,8 @@ from . import checkpoint
 from .ranks import Ranks
 from .recipes import FREE_ON_RESUME, Config
 
-TOY = (
-    Path(__file__).resolve().parent.parent / "runs" / "toy-data"
-)  # generated once, then shared by all runs of a checkout
-
+# The embedded dataset: generated once, then shared by all runs of a checkout.
+TOY = Path(__file__).resolve().parent.parent / "runs" / "toy-data"
 OURS = ("checkpoints", "metrics.jsonl", "rejected.jsonl", "encoder.safetensors", "encoder.json")  # beside config.json
 
 
@@ -119,13 +117,12 @@ def save(config: Config, index: Index, loader: Loader, ranks: Ranks, step: int, 
         write_rejected(config.output, index, loader.bad)
 
 
-def restore(state: dict[str, Any], loader: Loader, parts: dict[str, Any]) -> int:
-    """Puts a saved state back; returns the number of steps taken."""
+def restore(state: dict[str, Any], loader: Loader, parts: dict[str, Any]) -> None:
+    """Puts a saved state back."""
     for name, part in parts.items():
         if part is not None:
             part.load_state_dict(state[name])
     loader.bad.update(state["bad"])
-    return state["step"]
 
 
 def write_rejected(output: Path, index: Index, bad: dict[int, str]) -> None:
