@@ -8,16 +8,12 @@ import argparse
 import os
 import sys
 
-import torch
-from torch.nn.parallel import DistributedDataParallel
-
-from kernels import gather_patches, sample_views
-from model import AdaptiveClip, QueryNetwork, clip_units, contrastive_loss, export_encoder, update_momentum
+from model import export_encoder
 from pipeline import Index, Loader, TooManyBadFiles
 from run import knn
 from run.progress import Report
 from run.ranks import Ranks
-from run.recipes import RECIPES, Config, learning_rate, momentum_coefficient
+from run.recipes import RECIPES, Config, learning_rate
 from run.session import (
     encoder_arguments,
     new_encoder,
@@ -29,13 +25,14 @@ from run.session import (
     summarise_rejected,
     write_rejected,
 )
+from run.training import Training
 
 
 def main(arguments: list[str]) -> None:
     # Everything that can be wrong with the command, the data or the output folder is found before any work is done.
     try:
         config = parse(arguments)
-        patch, grid, keep = plan_patches(config)
+        _, grid, keep = plan_patches(config)
         ranks = Ranks.join(config.device)
         index, evaluation = open_data(config, ranks)
         threads = config.threads or ranks.default_threads()
@@ -49,36 +46,20 @@ def main(arguments: list[str]) -> None:
             print(f"train.py: {error}", file=sys.stderr)
         sys.exit(2)
 
-    on_gpu = ranks.device.type == "cuda"
-    dtype = torch.bfloat16 if on_gpu else torch.float32
     groups = config.groups
     steps_per_epoch = loader.batches_per_epoch * groups
     steps = max(1, round(config.epochs * loader.batches_per_epoch)) * groups
     steps = min(steps, config.max_steps or steps)
 
-    network = QueryNetwork(
-        new_encoder(config), hidden=config.head_hidden, out=config.head_out, seed=config.seed,
-        projector_layers=config.projector_layers, predictor_layers=config.predictor_layers,
-    ).to(ranks.device)  # fmt: skip
-    key_network = network.key_network() if config.ema is not None else None
-    learning = [parameter for parameter in network.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(
-        learning, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=on_gpu
-    )
-    clip = AdaptiveClip(
-        clip_units(network), momentum=config.clip_momentum, alpha=config.clip_alpha, variant=config.clip
-    )
+    training = Training(config, ranks.device, ranks=ranks.count)
     start = state["step"] if state else 0
     report = Report(config, ranks, start=start, total=steps, steps_per_epoch=steps_per_epoch)
-    parts = {"network": network, "key_network": key_network, "optimizer": optimizer, "clip": clip, "report": report}
+    parts = training.parts() | {"report": report}
     if state:
         restore(state, loader, parts)
         del state
     if ranks.first:
         write_rejected(config.output, index, loader.bad)
-    query_network = network
-    if ranks.count > 1:
-        query_network = DistributedDataParallel(network, gradient_as_bucket_view=True)
 
     with report:
         report.say(
@@ -89,43 +70,19 @@ def main(arguments: list[str]) -> None:
         )
         step = start
         for batch in report.waiting_for(loader.batches(start // groups, -(-steps // groups))):
-            epoch = step // steps_per_epoch
-            first, second = sample_views(
-                batch.boxes, batch.flips, batch.sample,
-                grid=grid, keep=keep, groups=groups, power=config.power, seed=config.seed, epoch=epoch,
-            )  # fmt: skip
+            chosen = training.sample(batch, step // steps_per_epoch)  # [2, B, R, K]
             # The patches that one group leaves over are the views of the next. A run may have stopped between two.
             for group in range(step % groups, min(groups, steps - step // groups * groups)):
-                progress = step / steps_per_epoch  # passes over the images, as the schedules count
-                optimizer.param_groups[0]["lr"] = rate = learning_rate(config, progress)
-
-                chosen = torch.stack([first[:, group], second[:, group]])  # [2, B, K]
-                patches = torch.stack([
-                    gather_patches(crops, view, patch=patch, mean=config.mean, std=config.std, dtype=dtype)
-                    for crops, view in zip(batch.views, chosen, strict=True)
-                ])  # [2, B, K, 3*P*P]  # fmt: skip
-                with torch.autocast(ranks.device.type, torch.bfloat16, enabled=on_gpu):
-                    queries, projections = query_network(patches, chosen)
-                    with torch.no_grad():
-                        keys = key_network(patches, chosen) if key_network is not None else projections
-                    loss, similarity = contrastive_loss(queries, keys, config.temperature)
-
-                loss.backward()
-                if config.clip != "off":
-                    clip()
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-                if key_network is not None:
-                    update_momentum(key_network, network, momentum_coefficient(config, progress))
-
+                epoch = step / steps_per_epoch  # passes over the images, as the schedules count
+                loss, similarity = training.step(batch.views, chosen[:, :, group], epoch)
                 step += 1
-                report.step(step, loss, similarity, rate)
+                report.step(step, loss, similarity, learning_rate(config, epoch))
                 if step % config.checkpoint_every == 0 or step == steps:
                     save(config, index, loader, ranks, step, parts)
         report.say(summarise_rejected(index, loader.bad, config.output))
     ranks.leave()
     if ranks.first:
-        finish(config, network.encoder, index, evaluation, report, step, threads)
+        finish(config, training.network.encoder, index, evaluation, report, step, threads)
 
 
 def parse(arguments: list[str]) -> Config:

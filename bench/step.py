@@ -21,85 +21,49 @@ from torch.utils.flop_counter import FlopCounterMode
 from bench import environment
 from bench.kernels import batch_of_boxes
 from bench.timing import matrix_product, summary
-from kernels import gather_patches, sample_views
-from model import AdaptiveClip, QueryNetwork, clip_units, contrastive_loss, update_momentum
-from run.recipes import RECIPES, Config, learning_rate, momentum_coefficient
-from run.session import new_encoder, plan_patches
+from pipeline import Batch
+from run.recipes import RECIPES, Config
+from run.training import Training
 
 SMALL = {"depth": 1, "head_hidden": 64}  # what ``--smoke`` changes in a recipe
 MODES = "eager", "blocks", "compiled"
 TOP = 15  # rows of the profile
 
 
-class Training:
-    """What train.py holds on one GPU. ``batch()`` makes one loaded batch into ``config.groups`` optimizer steps."""
+class Synthetic:
+    """train.py's Training with a batch of random crops. ``batch()`` makes it into ``config.groups`` optimizer steps."""
 
     def __init__(self, config: Config, device: torch.device, *, mode: str):
-        self.config, self.device, self.step = config, device, 0
-        self.patch, self.grid, self.keep = plan_patches(config)
-        self.network = QueryNetwork(
-            new_encoder(config), hidden=config.head_hidden, out=config.head_out, seed=config.seed,
-            projector_layers=config.projector_layers, predictor_layers=config.predictor_layers,
-        ).to(device)  # fmt: skip
-        self.key_network = self.network.key_network() if config.ema is not None else None
-        learning = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.AdamW(
-            learning, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=device.type == "cuda"
-        )
-        self.clip = AdaptiveClip(
-            clip_units(self.network), momentum=config.clip_momentum, alpha=config.clip_alpha, variant=config.clip
-        )
-        self.query, self.key = self.network, self.key_network
-        if mode == "blocks":
-            for network in filter(None, (self.network, self.key_network)):
-                for block in network.encoder.blocks:
-                    block.compile(dynamic=False)
-        elif mode == "compiled":
-            self.query = torch.compile(self.network, dynamic=False)
-            self.key = self.key_network and torch.compile(self.key_network, dynamic=False)
+        self.training, self.steps = Training(config, device), 0
+        if mode != "eager":
+            compile_parts(self.training, mode)
         shape = config.batch_size, config.image_size, config.image_size, 3
-        self.crops = [torch.randint(0, 256, shape, dtype=torch.uint8, device=device) for _ in range(2)]
-        self.boxes = batch_of_boxes(config.batch_size, device)
+        crops = tuple(torch.randint(0, 256, shape, dtype=torch.uint8, device=device) for _ in range(2))
+        boxes, flips, sample = batch_of_boxes(config.batch_size, device)
+        self.loaded = Batch(crops, boxes, flips, sample, label=torch.full_like(sample, -1))
 
     def batch(self) -> None:
-        config = self.config
-        first, second = sample_views(
-            *self.boxes, grid=self.grid, keep=self.keep, groups=config.groups, power=config.power, seed=config.seed,
-            epoch=self.step,
-        )  # fmt: skip
-        for group in range(config.groups):
-            self.optimize(torch.stack([first[:, group], second[:, group]]))
-
-    def optimize(self, chosen: torch.Tensor) -> None:
-        """The body of the loop in train.py; ``chosen``: int32 [2,B,K]."""
-        config, on_gpu = self.config, self.device.type == "cuda"
-        half = torch.bfloat16 if on_gpu else torch.float32
-        progress = self.step * 1e-4  # passes over the images
-        self.optimizer.param_groups[0]["lr"] = learning_rate(config, progress)
-        patches = torch.stack([
-            gather_patches(crops, view, patch=self.patch, mean=config.mean, std=config.std, dtype=half)
-            for crops, view in zip(self.crops, chosen, strict=True)
-        ])  # fmt: skip
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=on_gpu):
-            queries, projections = self.query(patches, chosen)
-            with torch.no_grad():
-                keys = self.key(patches, chosen) if self.key is not None else projections
-            loss, _ = contrastive_loss(queries, keys, config.temperature)
-        loss.backward()
-        if config.clip != "off":
-            self.clip()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.key_network is not None:
-            update_momentum(self.key_network, self.network, momentum_coefficient(config, progress))
-        self.step += 1
+        chosen = self.training.sample(self.loaded, epoch=self.steps)
+        for group in range(chosen.shape[2]):
+            self.training.step(self.loaded.views, chosen[:, :, group], epoch=self.steps * 1e-4)
+            self.steps += 1
 
 
-def count_flop(training: Training) -> int:
+def compile_parts(training: Training, mode: str) -> None:
+    if mode == "blocks":
+        for network in filter(None, (training.network, training.key_network)):
+            for block in network.encoder.blocks:
+                block.compile(dynamic=False)
+    else:
+        training.query = torch.compile(training.network, dynamic=False)
+        training.key = training.key_network and torch.compile(training.key_network, dynamic=False)
+
+
+def count_flop(synthetic: Synthetic, groups: int) -> int:
     """FLOP of one optimizer step."""
     with FlopCounterMode(display=False) as counter:
-        training.batch()
-    return counter.get_total_flops() // training.config.groups
+        synthetic.batch()
+    return counter.get_total_flops() // groups
 
 
 def wait(device: torch.device) -> None:
@@ -107,15 +71,15 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def time_steps(training: Training, *, batches: int) -> dict:
+def time_steps(synthetic: Synthetic, config: Config, device: torch.device, *, batches: int) -> dict:
     """Seconds of an optimizer step, from the wall clock around each of so many loaded batches."""
     seconds = []
     for _ in range(batches):
-        wait(training.device)
+        wait(device)
         start = time.perf_counter()
-        training.batch()
-        wait(training.device)
-        seconds.append((time.perf_counter() - start) / training.config.groups)
+        synthetic.batch()
+        wait(device)
+        seconds.append((time.perf_counter() - start) / config.groups)
     return summary(seconds)
 
 
@@ -153,19 +117,19 @@ def where_time_goes(run: Callable, device: torch.device) -> dict:
 
 def measure_step(config: Config, device: torch.device, *, mode: str, batches: int, warm_up: int) -> dict:
     on_gpu = device.type == "cuda"
-    training = Training(config, device, mode=mode)
+    synthetic = Synthetic(config, device, mode=mode)
     if on_gpu:
         gc.collect()  # what is left of the mode before
         torch.cuda.reset_peak_memory_stats(device)
     start = time.perf_counter()
     for _ in range(warm_up):
-        training.batch()
+        synthetic.batch()
     wait(device)
     result = {"warm_up_seconds": time.perf_counter() - start}  # compiling included
-    result["step_seconds"] = time_steps(training, batches=batches)
+    result["step_seconds"] = time_steps(synthetic, config, device, batches=batches)
     result["pairs_per_second"] = config.batch_size / result["step_seconds"]["p50"]
     result["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device) if on_gpu else None
-    return result | {"profile": where_time_goes(training.batch, device)}
+    return result | {"profile": where_time_goes(synthetic.batch, device)}
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -185,7 +149,7 @@ def main(arguments: list[str]) -> int:
         config, batches, warm_up = dataclasses.replace(config, batch_size=2, **SMALL), 2, 1
     modes = options.modes or (MODES if device.type == "cuda" else MODES[:1])
     peak = matrix_product(device, 0.1 if options.smoke else 1)
-    flop = count_flop(Training(config, device, mode="eager"))
+    flop = count_flop(Synthetic(config, device, mode="eager"), config.groups)
     result = {
         "recipe": config.recipe, "model": config.model, "batch_size": config.batch_size, "groups": config.groups,
         "flop_per_pair": flop / config.batch_size, "peak_flop_per_second": peak["best"], "dtype": peak["dtype"],

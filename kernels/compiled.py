@@ -7,8 +7,9 @@ from triton.compiler import ASTSource
 from kernels import gather, overlap, sampling
 
 _TYPES = dict.fromkeys(("boxes", "first", "second", "index"), "*i32")
-_TYPES |= dict.fromkeys(("sample", "seed", "epoch", "table"), "*i64") | dict.fromkeys(("flips", "crops"), "*u8")
-_TYPES |= dict.fromkeys(("power", "patches", "stride_b", "stride_k"), "i32")
+_TYPES |= dict.fromkeys(("sample", "seed", "epoch", "table"), "*i64")
+_TYPES |= dict.fromkeys(("flips", "crops0", "crops1"), "*u8")
+_TYPES |= dict.fromkeys(("power", "patches", "stride_v", "stride_b", "stride_k"), "i32")
 
 
 def compile_for(capability, *, grid=(14, 14), keep=49, groups=4, patch=16, dtype="bf16"):

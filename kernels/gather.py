@@ -1,17 +1,17 @@
 """Cut the kept patches out of the crops and normalise them: the input of a patch embedding, as a Conv2d flattens it.
 
-    out[b, k, c*P*P + y*P + x] = (crop[b, P*row + y, P*column + x, c] / 255 - mean[c]) / std[c]
-    index[b, k] = row * (W/P) + column
+    out[v, b, k, c*P*P + y*P + x] = (crops[v][b, P*row + y, P*column + x, c] / 255 - mean[c]) / std[c]
+    index[v, b, k] = row * (W/P) + column
 
 Computed as (value - 255*mean) * (1/(255*std)) in float32: a subtraction and then a multiplication, each rounded once.
 No compiler may contract that (a fused multiply-add is a multiplication and then an addition), so the CPU, the
 interpreter and every GPU agree bit for bit. The two constants are rounded to float32 on the host; a last rounding gives
 bfloat16 or float16.
 
-Kernel: a lane per V pixels in a row of a patch; V = 8, 4, 2 or 1 is the largest that divides P and the crops' address.
-The 3*V interleaved bytes are three whole words of V bytes, and each channel gets V neighbouring values (16 bytes for
-V = 8 in half precision). Pixels that are not kept are never read. Moves B*K*3*P*P bytes in, two or four times as many
-out, and 4 bytes of index a patch; one launch.
+Kernel: one launch for both views. A lane per V pixels in a row of a patch; V = 8, 4, 2 or 1 is the largest that divides
+P and the crops' addresses. The 3*V interleaved bytes are three whole words of V bytes, and each channel gets V
+neighbouring values (16 bytes for V = 8 in half precision). Pixels that are not kept are never read. A view moves
+B*K*3*P*P bytes in, two or four times as many out, and 4 bytes of index a patch.
 """
 
 import math
@@ -40,14 +40,18 @@ def _pixels(word0, word1, word2, FIRST: tl.constexpr, STEP: tl.constexpr, COUNT:
 
 @triton.jit
 def _gather_kernel(
-    crops, index, out, offset0, offset1, offset2, factor0, factor1, factor2, patches, stride_b, stride_k,
+    crops0, crops1, index, out, offset0, offset1, offset2, factor0, factor1, factor2, patches,
+    stride_v, stride_b, stride_k,
     K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, P: tl.constexpr, V: tl.constexpr, WORD: tl.constexpr,
     BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     o_patch = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m_patch = o_patch < patches
     b, k = (o_patch // K).to(tl.int64), o_patch % K
-    number = tl.load(index + b * stride_b + k * stride_k, mask=m_patch, other=0)
+    view = tl.program_id(1).to(tl.int64)
+    crops = tl.where(view == 0, crops0, crops1)
+    out += view * patches * (3 * P * P)
+    number = tl.load(index + view * stride_v + b * stride_b + k * stride_k, mask=m_patch, other=0)
     known = (number >= 0) & (number < ROWS * COLUMNS)
     # Offsets in words of V bytes; those of images and of output patches may exceed 2**31.
     corner = (number // COLUMNS * (P * COLUMNS) + number % COLUMNS) * (P * 3 // V)
@@ -81,22 +85,23 @@ def tile(grid, keep, patch, alignment):
 
 
 def _launch(crops, index, patch, mean, std, dtype):
-    out = torch.empty(*index.shape, 3 * patch * patch, dtype=dtype, device=crops.device)
+    out = torch.empty(*index.shape, 3 * patch * patch, dtype=dtype, device=index.device)
     if out.numel():
-        crops = crops.contiguous()
-        grid = crops.shape[1] // patch, crops.shape[2] // patch
-        sizes = tile(grid, index.shape[1], patch, crops.data_ptr())
+        crops = [view.contiguous() for view in crops]
+        views, b, keep = index.shape
+        grid = crops[0].shape[1] // patch, crops[0].shape[2] // patch
+        sizes = tile(grid, keep, patch, math.gcd(*(view.data_ptr() for view in crops)))
         offset, factor = reference.normalisation(mean, std)
-        programs = triton.cdiv(index.numel(), sizes["BLOCK"])
+        programs = triton.cdiv(b * keep, sizes["BLOCK"]), views
         with torch.cuda.device_of(out):
-            args = crops, index, out, *offset, *factor, index.numel(), *index.stride()
-            _gather_kernel[(programs,)](*args, **sizes)
+            args = crops[0], crops[-1], index, out, *offset, *factor, b * keep, *index.stride()
+            _gather_kernel[programs](*args, **sizes)
     return out
 
 
 @torch.library.custom_op("aps::gather_patches", mutates_args=(), device_types="cpu")
 def _op(
-    crops: torch.Tensor, index: torch.Tensor, patch: int, mean: list[float], std: list[float], dtype: torch.dtype
+    crops: list[torch.Tensor], index: torch.Tensor, patch: int, mean: list[float], std: list[float], dtype: torch.dtype
 ) -> torch.Tensor:
     if INTERPRET:
         return _launch(crops, index, patch, mean, std, dtype)
@@ -108,7 +113,7 @@ _op.register_kernel("cuda")(_launch)
 
 @_op.register_fake
 def _(crops, index, patch, mean, std, dtype):
-    return crops.new_empty(*index.shape, 3 * patch * patch, dtype=dtype)
+    return index.new_empty(*index.shape, 3 * patch * patch, dtype=dtype)
 
 
 def gather_patches(crops, index, *, patch, mean, std, dtype):
@@ -116,15 +121,24 @@ def gather_patches(crops, index, *, patch, mean, std, dtype):
 
     ``crops`` uint8 [B,H,W,3], H and W multiples of P; ``index`` int32 [B,K], row-major patch numbers, with any strides
     (such as ``first[:, r]`` from ``sample_views``); ``mean``, ``std`` three floats each, in units of pixel/255;
-    ``dtype`` float32, bfloat16 or float16. A number outside of the grid raises on a CPU and gives NaN on a GPU.
+    ``dtype`` float32, bfloat16 or float16. With ``crops`` a pair of such tensors of the same shape and ``index``
+    [2,B,K], both views come from one launch: [2,B,K,3*P*P]. A number outside of the grid raises on a CPU and gives NaN
+    on a GPU.
     """
-    check_tensor("crops", crops, torch.uint8, (None, None, None, 3))
-    check_tensor("index", index, torch.int32, (crops.shape[0], None), crops.device)
-    h, w = crops.shape[1:3]
+    if isinstance(crops, torch.Tensor):
+        check_tensor("index", index, torch.int32, (*crops.shape[:1], None), crops.device)
+        return gather_patches([crops], index[None], patch=patch, mean=mean, std=std, dtype=dtype)[0]
+    if len(crops) not in (1, 2):
+        raise ValueError(f"crops: expected one tensor or a pair, got {len(crops)}")
+    check_tensor("crops", crops[0], torch.uint8, (None, None, None, 3))
+    for view in crops[1:]:
+        check_tensor("crops[1]", view, torch.uint8, crops[0].shape, crops[0].device)
+    check_tensor("index", index, torch.int32, (len(crops), crops[0].shape[0], None), crops[0].device)
+    h, w = crops[0].shape[1:3]
     if patch < 1 or h % patch or w % patch:
         raise ValueError(f"patch: expected a divisor of the crops' {h}x{w} pixels, got {patch}")
     if dtype not in DTYPES:
         raise TypeError(f"dtype: expected float32, bfloat16 or float16, got {dtype}")
     if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
         raise ValueError(f"mean, std: expected three numbers each and every std above 0, got {mean} and {std}")
-    return _op(crops, index, patch, list(mean), list(std), dtype)
+    return _op(list(crops), index, patch, list(mean), list(std), dtype)

@@ -154,6 +154,9 @@ def normalisation(mean, std):
 
 
 def gather_patches(crops, index, *, patch, mean, std, dtype):
+    if not isinstance(crops, torch.Tensor):
+        sizes = {"patch": patch, "mean": mean, "std": std, "dtype": dtype}
+        return torch.stack([gather_patches(*view, **sizes) for view in zip(crops, index, strict=True)])
     (b, h, w, _), k = crops.shape, index.shape[1]
     columns = w // patch
     if index.numel() and not 0 <= index.min() <= index.max() < h // patch * columns:

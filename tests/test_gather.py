@@ -20,6 +20,8 @@ SIZES = {
     "P8 at an odd address": (8, 1, 3, 2, -1, torch.float32),
 }
 
+PAIRS = "P7", "P16", "P8 at an odd address"
+
 
 def arguments(patch, rows, columns, keep, skip, dtype):
     generator = torch.Generator().manual_seed(patch)
@@ -32,6 +34,12 @@ def arguments(patch, rows, columns, keep, skip, dtype):
     index = order[:, : 2 * keep].reshape(len(crops), -1)[:, :keep].int()
     index = torch.stack([index.flip(1), index], 1)[:, 1]  # a slice with strides, as first[:, r]
     return (crops, index), {"patch": patch, "mean": MEAN, "std": STD, "dtype": dtype}
+
+
+def pair(patch, rows, columns, keep, skip, dtype):
+    """Arguments of both views in one call: other pixels and patches for view 2, the indices with strides."""
+    (crops, index), kwargs = arguments(patch, rows, columns, keep, skip, dtype)
+    return ((crops, crops.flip(1)), torch.stack([index, index.flip(0)], 1).transpose(0, 1)), kwargs
 
 
 def unfolded(crops, index, patch):
@@ -79,8 +87,10 @@ def interpreted(tmp_path_factory):
     index = index.clone()
     index[0, 0], index[1, 2], index[2, 5] = -1, 6, 2**31 - 1
     # The launcher itself: the public function would refuse these indices here, but a GPU has no time to look at them.
-    calls.append(("gather._launch", (crops, index), kwargs))
-    return dict(zip([*SIZES, "unknown"], interpret(calls, tmp_path_factory.mktemp("gather")), strict=True))
+    calls.append(("gather._launch", ([crops], index[None]), kwargs))
+    calls += [("gather_patches", *pair(*SIZES[name])) for name in PAIRS]
+    names = [*SIZES, "unknown", *(f"pair {name}" for name in PAIRS)]
+    return dict(zip(names, interpret(calls, tmp_path_factory.mktemp("gather")), strict=True))
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -89,9 +99,17 @@ def test_interpreted_kernel_equals_reference(interpreted, name):
     torch.testing.assert_close(interpreted[name], reference.gather_patches(*args, **kwargs), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("name", PAIRS)
+def test_both_views_in_one_call(interpreted, name):
+    (crops, index), kwargs = pair(*SIZES[name])
+    want = torch.stack([kernels.gather_patches(*view, **kwargs) for view in zip(crops, index, strict=True)])
+    for got in (kernels.gather_patches(crops, index, **kwargs), interpreted[f"pair {name}"]):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
 def test_unknown_patches_show_as_nan(interpreted):
     args, kwargs = arguments(*SIZES["P4"])
-    got, want = interpreted["unknown"], reference.gather_patches(*args, **kwargs)
+    got, want = interpreted["unknown"][0], reference.gather_patches(*args, **kwargs)
     for b, k in ((0, 0), (1, 2), (2, 5)):
         assert got[b, k].isnan().all()
         got[b, k] = want[b, k]
@@ -108,6 +126,14 @@ def test_device_equals_reference(size):
         got = kernels.gather_patches(device, index.cuda(), **kwargs | {"dtype": dtype})
         want = reference.gather_patches(crops, index, **kwargs | {"dtype": dtype})
         torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PAIRS)
+def test_both_views_on_a_device(name):
+    (crops, index), kwargs = pair(*SIZES[name])
+    got = kernels.gather_patches([view.cuda() for view in crops], index.cuda(), **kwargs)
+    torch.testing.assert_close(got.cpu(), reference.gather_patches(crops, index, **kwargs), rtol=0, atol=0)
 
 
 @pytest.mark.gpu
@@ -129,6 +155,8 @@ def test_crops_beyond_two_to_the_31_bytes():
         ({"index": torch.zeros(2, 6, dtype=torch.int32)}, ValueError, r"index.*\[3, any\].*\[2, 6\]"),
         ({"index": torch.zeros(3, 6, dtype=torch.int32, device="meta")}, ValueError, "index.*cpu.*meta"),
         ({"index": torch.full((3, 6), 6, dtype=torch.int32)}, ValueError, "index.*3x2.*6 to 6"),
+        ({"crops": ()}, ValueError, "crops.*pair.*0"),
+        ({"crops": 2 * (torch.zeros(3, 12, 8, 3, dtype=torch.uint8),)}, ValueError, r"index.*\[2, 3, any\].*\[3, 6\]"),
         ({"patch": 5}, ValueError, "patch.*12x8.*5"),
         ({"dtype": torch.float64}, TypeError, "dtype.*float64"),
         ({"mean": (0.5,)}, ValueError, "mean.*three"),
@@ -144,7 +172,7 @@ def test_errors_name_what_was_expected(change, error, words):
 def test_operator_contract():
     args, kwargs = arguments(*SIZES["P4"])
     op = torch.ops.aps.gather_patches.default
-    torch.library.opcheck(op, (*args, 4, list(MEAN), list(STD), torch.bfloat16))
+    torch.library.opcheck(op, ([args[0]], args[1][None], 4, list(MEAN), list(STD), torch.bfloat16))
     compiled = torch.compile(lambda *a: kernels.gather_patches(*a, **kwargs), fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(*args), kernels.gather_patches(*args, **kwargs))
     assert list(kernels.gather_patches(args[0], args[1][:, :0], **kwargs).shape) == [3, 0, 48]

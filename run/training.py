@@ -1,0 +1,76 @@
+"""The optimizer step: what is trained, and one step of it on one group of patches of a batch."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from kernels import gather_patches, sample_views
+from model import AdaptiveClip, QueryNetwork, clip_units, contrastive_loss, update_momentum
+from pipeline import Batch
+
+from .recipes import Config, learning_rate, momentum_coefficient
+from .session import new_encoder, plan_patches
+
+
+class Training:
+    """The networks of a config on one device, their optimizer and clip. ``step`` counts optimizer steps taken."""
+
+    def __init__(self, config: Config, device: torch.device, *, ranks: int = 1):
+        self.config, self.device = config, device
+        self.patch, self.grid, self.keep = plan_patches(config)
+        self.on_gpu = device.type == "cuda"
+        self.network = QueryNetwork(
+            new_encoder(config), hidden=config.head_hidden, out=config.head_out, seed=config.seed,
+            projector_layers=config.projector_layers, predictor_layers=config.predictor_layers,
+        ).to(device)  # fmt: skip
+        self.key_network = self.network.key_network() if config.ema is not None else None
+        learning = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(
+            learning, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=self.on_gpu
+        )
+        self.clip = AdaptiveClip(
+            clip_units(self.network), momentum=config.clip_momentum, alpha=config.clip_alpha, variant=config.clip
+        )
+        # What a step calls; the modules themselves stay as they are, for checkpoints and export.
+        self.query, self.key = self.network, self.key_network
+        if ranks > 1:
+            self.query = DistributedDataParallel(self.network, gradient_as_bucket_view=True)
+
+    def parts(self) -> dict[str, Any]:
+        """What a checkpoint has to hold, by name."""
+        parts = {"network": self.network, "key_network": self.key_network, "optimizer": self.optimizer}
+        return parts | {"clip": self.clip}
+
+    def sample(self, batch: Batch, epoch: int) -> Tensor:
+        """Patch numbers of both views for all groups of a batch: int32 [2,B,R,K]."""
+        config = self.config
+        return torch.stack(sample_views(
+            batch.boxes, batch.flips, batch.sample, grid=self.grid, keep=self.keep, groups=config.groups,
+            power=config.power, seed=config.seed, epoch=epoch,
+        ))  # fmt: skip
+
+    def step(self, crops: tuple[Tensor, Tensor], chosen: Tensor, epoch: float) -> tuple[Tensor, Tensor]:
+        """One optimizer step on the patches ``chosen`` (int32 [2,B,K]) of the crops (uint8 [B,H,W,3] each).
+
+        ``epoch``: passes over the images so far, fractions included, as the schedules count. Returns the loss and the
+        mean cosine similarity of positive pairs, scalars on the device; nothing waits for it.
+        """
+        config = self.config
+        self.optimizer.param_groups[0]["lr"] = learning_rate(config, epoch)
+        dtype = torch.bfloat16 if self.on_gpu else torch.float32
+        patches = gather_patches(crops, chosen, patch=self.patch, mean=config.mean, std=config.std, dtype=dtype)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.on_gpu):
+            queries, projections = self.query(patches, chosen)
+            with torch.no_grad():
+                keys = self.key(patches, chosen) if self.key is not None else projections
+            loss, similarity = contrastive_loss(queries, keys, config.temperature)
+        loss.backward()
+        if config.clip != "off":
+            self.clip()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.key_network is not None:
+            update_momentum(self.key_network, self.network, momentum_coefficient(config, epoch))
+        return loss.detach(), similarity
