@@ -24,17 +24,19 @@ TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 # First match decides. Constants are "moves", also where the assembler makes them with an arithmetic unit.
 SASS = (
     ("load", r"LDG"), ("store", r"STG"), ("spill", r"LDL|STL"), ("shuffle", r"SHFL"), ("shared", r"LDS|STS|ATOMS"),
-    ("barrier", r"BAR\b"), ("", r"NOP"), ("branch", r"BRA|BRX|JMP|CALL|RET|EXIT|BSSY|BSYNC|BREAK|WARPSYNC"),
+    ("barrier", r"BAR\b"), ("", r"NOP"), ("matrix", r"[HIQ]G?MMA|UTC\w*MMA"),
+    ("branch", r"BRA|BRX|JMP|CALL|RET|EXIT|BSSY|BSYNC|BREAK|WARPSYNC"),
     ("convert", r"[FI]2[FI]"), ("move", r"U?MOV|IMAD\.U?MOV|HFMA2|C?S2R|S2UR|R2UR|U?LDC"),
     ("float", r"[FDH](ADD|MUL|FMA|SET|SETP|SEL|MNMX|CHK)|MUFU|HADD2|HMUL2"), ("integer", r"."),
 )  # fmt: skip
 AMDGCN = (
     ("load", r"(global|buffer|flat)_load"), ("store", r"(global|buffer|flat)_store"), ("spill", r"scratch_"),
     ("shuffle", r"ds_(b?permute|swizzle)|v_mov_b32_dpp|v_readlane|v_readfirstlane"), ("shared", r"ds_"),
-    ("barrier", r"s_barrier"), ("", r"s_(nop|waitcnt|code_end|sethalt)"), ("branch", r"s_c?branch|s_endpgm|s_setpc"),
+    ("barrier", r"s_barrier"), ("matrix", r"v_mfma"), ("", r"s_(nop|waitcnt|code_end|sethalt)"),
+    ("branch", r"s_c?branch|s_endpgm|s_setpc"),
     ("convert", r"v_cvt"), ("move", r"[sv]_mov|s_load"), ("float", r"v_\w*_b?f(16|32|64)"), ("integer", r"."),
 )  # fmt: skip
-KINDS = "shuffle", "shared", "barrier", "float", "convert", "integer", "move", "branch"
+KINDS = "shuffle", "shared", "barrier", "matrix", "float", "convert", "integer", "move", "branch"
 AMD_BITS = {"byte": 8, "short": 16, "dword": 32, "dwordx2": 64, "dwordx3": 96, "dwordx4": 128}
 
 

@@ -147,29 +147,31 @@ def overlap(size: Size, device: torch.device, seconds: float) -> tuple[int, dict
 
 
 def gathering(size: Size, device: torch.device, seconds: float) -> tuple[int, dict]:
-    """The same of cutting out and normalising the kept patches of one view and group."""
-    crops, index, dtype = crops_and_index(size, device)
-    long = index.long()
+    """The same of cutting out and normalising the kept patches of both views of a group."""
+    views, dtype = [crops_and_index(size, device) for _ in range(2)], type_of_training(device)
+    crops, indices = zip(*views, strict=True)
+    index, settings = torch.stack(indices), {"patch": size.patch, "mean": MEAN, "std": STD, "dtype": dtype}
     rows = torch.arange(size.batch, device=device)[:, None]
 
     def by_index():
-        return normalise(patchify(crops, size.patch)[rows, long], size.patch, dtype)
+        return [normalise(patchify(c, size.patch)[rows, i], size.patch, dtype) for c, i in views]
+
+    def everything():
+        return [normalise(patchify(c, size.patch), size.patch, dtype)[rows, i] for c, i in views]
 
     calls = {
-        "gather_patches": lambda: kernels.gather_patches(
-            crops, index, patch=size.patch, mean=MEAN, std=STD, dtype=dtype
-        ),
+        "gather_patches": lambda: kernels.gather_patches(crops, index, **settings),
         "torch indexing": by_index,
-        "normalise all, index": lambda: normalise(patchify(crops, size.patch), size.patch, dtype)[rows, long],
+        "normalise all, index": everything,
     }
-    pixels = size.batch * size.keep * 3 * size.patch**2
-    moved = pixels * (1 + torch.finfo(dtype).bits // 8) + 4 * size.batch * size.keep
+    pixels = 2 * size.batch * size.keep * 3 * size.patch**2
+    moved = pixels * (1 + torch.finfo(dtype).bits // 8) + index.nbytes
     return moved, measure(calls, device, seconds=seconds)
 
 
 def embedding(size: Size, device: torch.device, seconds: float) -> tuple[int, dict]:
     """The same up to the embedded tokens: the kept patches only, or all of them and then a choice."""
-    crops, index, dtype = crops_and_index(size, device)
+    (crops, index), dtype = crops_and_index(size, device), type_of_training(device)
     weight = torch.randn(WIDTH, 3 * size.patch**2, device=device, dtype=dtype)
     long = index.long()[:, :, None].expand(-1, -1, WIDTH)
 
@@ -184,12 +186,35 @@ def embedding(size: Size, device: torch.device, seconds: float) -> tuple[int, di
     return moved, measure({"gather, embed": kept, "embed all, gather": everything}, device, seconds=seconds)
 
 
+def attending(size: Size, device: torch.device, seconds: float) -> tuple[int, dict]:
+    """Attention over the kept patches and a class token of both views, six heads of 64, forward and backward.
+
+    For a GPU: on a CPU ours is torch's.
+    """
+    tokens, heads = size.keep + 1, WIDTH // 64
+    shape, settings = (2 * size.batch, tokens, WIDTH), {"device": device, "dtype": type_of_training(device)}
+    qkv, gradient = torch.randn(*shape[:2], 3 * WIDTH, **settings).requires_grad_(), torch.randn(shape, **settings)
+
+    def by_torch():
+        q, k, v = qkv.unflatten(2, (3, heads, 64)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+    calls = {
+        "attention": lambda: torch.autograd.grad(kernels.attention(qkv, heads=heads), qkv, gradient),
+        "torch's attention": lambda: torch.autograd.grad(by_torch(), qkv, gradient),
+    }
+    return 11 * gradient.nbytes, measure(calls, device, seconds=seconds)
+
+
+def type_of_training(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
 def crops_and_index(size: Size, device: torch.device):
-    """uint8 [B,H,W,3], int32 [B,K] and the type that training computes in."""
+    """Crops of one view, uint8 [B,H,W,3], and kept patches, int32 [B,K]."""
     pixels = size.side * size.patch
     crops = torch.randint(0, 256, (size.batch, pixels, pixels, 3), dtype=torch.uint8, device=device)
-    index = torch.rand(size.batch, math.prod(size.grid), device=device).argsort(1)[:, : size.keep].int()
-    return crops, index, torch.bfloat16 if device.type == "cuda" else torch.float32
+    return crops, torch.rand(size.batch, math.prod(size.grid), device=device).argsort(1)[:, : size.keep].int()
 
 
 def main(arguments: list[str]) -> int:
@@ -197,9 +222,10 @@ def main(arguments: list[str]) -> int:
     device = environment.device()
     seconds = 0.05 if options.smoke else 2
     bandwidth = copy_bandwidth(device, seconds / 2)["p50"]
+    operations = (sampling, overlap, gathering, embedding) + (attending,) * (device.type == "cuda")
     rows = []
     for size in SMOKE_SIZES if options.smoke else SIZES:
-        for operation in (sampling, overlap, gathering, embedding):
+        for operation in operations:
             moved, times = operation(size, device, seconds)
             ours = next(iter(times.values()))["p50"]
             for name, time in times.items():

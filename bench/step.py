@@ -4,8 +4,8 @@ A pair is one optimizer sample: both views of one image. Work is counted by ``to
 step: matrix products and attention, forward, backward and keys, 2 FLOP per multiply-add; element-wise operations, the
 optimizer and the sampling count nothing. MFU is that work per second over the best matrix product measured in the same
 process (bfloat16 on a GPU, float32 on a CPU). A step's time is a loaded batch's, sampling of all its groups included,
-over the number of groups; loading and logging are not in it. Modes: ``eager``; ``blocks``, with torch.compile on each
-transformer block; ``compiled``, with torch.compile on the whole of both networks, which takes a minute and more.
+over the number of groups; loading and logging are not in it. Modes: ``compiled``, the encoder through torch.compile, as
+train.py does on a GPU; and ``eager``.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 
 from bench import environment
 from bench.kernels import batch_of_boxes
@@ -26,7 +26,7 @@ from run.recipes import RECIPES, Config
 from run.training import Training
 
 SMALL = {"depth": 1, "head_hidden": 64}  # what ``--smoke`` changes in a recipe
-MODES = "eager", "blocks", "compiled"
+MODES = "eager", "compiled"
 TOP = 15  # rows of the profile
 
 
@@ -34,9 +34,7 @@ class Synthetic:
     """train.py's Training with a batch of random crops. ``batch()`` makes it into ``config.groups`` optimizer steps."""
 
     def __init__(self, config: Config, device: torch.device, *, mode: str):
-        self.training, self.steps = Training(config, device), 0
-        if mode != "eager":
-            compile_parts(self.training, mode)
+        self.training, self.steps = Training(config, device, compiled=mode == "compiled"), 0
         shape = config.batch_size, config.image_size, config.image_size, 3
         crops = tuple(torch.randint(0, 256, shape, dtype=torch.uint8, device=device) for _ in range(2))
         boxes, flips, sample = batch_of_boxes(config.batch_size, device)
@@ -49,14 +47,17 @@ class Synthetic:
             self.steps += 1
 
 
-def compile_parts(training: Training, mode: str) -> None:
-    if mode == "blocks":
-        for network in filter(None, (training.network, training.key_network)):
-            for block in network.encoder.blocks:
-                block.compile(dynamic=False)
-    else:
-        training.query = torch.compile(training.network, dynamic=False)
-        training.key = training.key_network and torch.compile(training.key_network, dynamic=False)
+@register_flop_formula(torch.ops.aps.attention)
+def attention_flop(qkv, heads, out_shape=None, **_) -> int:
+    """Two products over all pairs of tokens, as torch counts its own attention."""
+    b, tokens, width = qkv
+    return 4 * b * tokens**2 * width // 3
+
+
+@register_flop_formula(torch.ops.aps.attention_backward)
+def attention_backward_flop(qkv, gradient, heads, out_shape=None, **_) -> int:
+    """Five products, the first one of them again."""
+    return attention_flop(qkv, heads) * 5 // 2
 
 
 def count_flop(synthetic: Synthetic, groups: int) -> int:

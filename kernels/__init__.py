@@ -1,7 +1,8 @@
-"""Patch sampling on the GPU, one op each: draw the patches of both views, measure their overlap, gather pixels."""
+"""The operations on patches that run as Triton kernels on a GPU, one op each, and attention over the few kept ones."""
 
 from kernels.gather import gather_patches
 from kernels.overlap import patch_overlap
 from kernels.sampling import sample_views
+from kernels.short_attention import attention
 
-__all__ = ["gather_patches", "patch_overlap", "sample_views"]
+__all__ = ["attention", "gather_patches", "patch_overlap", "sample_views"]

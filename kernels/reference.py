@@ -154,16 +154,38 @@ def normalisation(mean, std):
 
 
 def gather_patches(crops, index, *, patch, mean, std, dtype):
-    if not isinstance(crops, torch.Tensor):
-        sizes = {"patch": patch, "mean": mean, "std": std, "dtype": dtype}
-        return torch.stack([gather_patches(*view, **sizes) for view in zip(crops, index, strict=True)])
-    (b, h, w, _), k = crops.shape, index.shape[1]
+    if isinstance(crops, torch.Tensor):
+        return gather_patches([crops], index[None], patch=patch, mean=mean, std=std, dtype=dtype)[0]
+    b, h, w, _ = crops[0].shape
     columns = w // patch
     if index.numel() and not 0 <= index.min() <= index.max() < h // patch * columns:
         grid = f"{h // patch}x{columns} grid"
         raise ValueError(f"index: expected patch numbers of the {grid}, got {index.min()} to {index.max()}")
-    index = index.long()
-    tiles = crops.view(b, h // patch, patch, columns, patch, 3)
-    kept = tiles[torch.arange(b)[:, None], index // columns, :, index % columns]  # [B,K,P,P,3]
+    out = torch.empty(*index.shape, 3, patch, patch, dtype=dtype)
     offset, factor = (torch.tensor(x) for x in normalisation(mean, std))
-    return ((kept - offset) * factor).permute(0, 1, 4, 2, 3).reshape(b, k, 3 * patch**2).to(dtype)
+    for pixels, number, view in zip(crops, index.long(), out, strict=True):
+        tiles = pixels.view(b, h // patch, patch, columns, patch, 3)
+        kept = tiles[torch.arange(b)[:, None], number // columns, :, number % columns]  # [B,K,P,P,3]
+        view.copy_(((kept - offset) * factor).permute(0, 1, 4, 2, 3))
+    return out.flatten(3)
+
+
+def attention_weights(qkv, heads):
+    """q, k, v [B,H,T,D] of packed ones, and the softmax weights P [B,H,T,T]."""
+    q, k, v = qkv.unflatten(2, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+    return q, k, v, torch.softmax(q @ k.transpose(2, 3) / math.sqrt(q.shape[3]), -1)
+
+
+def attention(qkv, *, heads):
+    _, _, v, p = attention_weights(qkv, heads)
+    return (p @ v).transpose(1, 2).flatten(2)
+
+
+def attention_backward(qkv, gradient, heads):
+    """Gradient of ``attention`` with respect to ``qkv``, by the formulas in ``short_attention.py``."""
+    q, k, v, p = attention_weights(qkv, heads)
+    g = gradient.unflatten(2, (heads, -1)).transpose(1, 2)
+    dp = g @ v.transpose(2, 3)
+    ds = p * (dp - (p * dp).sum(-1, keepdim=True)) / math.sqrt(q.shape[3])
+    parts = torch.stack([ds @ k, ds.transpose(2, 3) @ q, p.transpose(2, 3) @ g])  # [3,B,H,T,D]
+    return parts.permute(1, 3, 0, 2, 4).flatten(2)

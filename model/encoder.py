@@ -10,8 +10,26 @@ import timm
 import torch
 import torch.nn.functional as F
 from timm.layers import PatchEmbed
-from timm.models.vision_transformer import VisionTransformer
+from timm.models.vision_transformer import Attention, VisionTransformer
 from torch import Tensor, nn
+
+from kernels import attention
+
+
+class PackedAttention(Attention):
+    """timm's attention, in whose place it is put (same parameters), with ``kernels.attention`` in the middle."""
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        if attn_mask is not None or is_causal:
+            return super().forward(x, attn_mask=attn_mask, is_causal=is_causal)
+        return self.proj(attention(self.qkv(x), heads=self.num_heads))
+
+    @classmethod
+    def replaces(cls, module: nn.Module) -> bool:
+        """Whether ``module`` is timm's attention without further parts (norms, a gate, dropout)."""
+        parts = dict(module.named_children()).items() if type(module) is Attention else ()
+        beside = {name for name, part in parts if not isinstance(part, nn.Identity) and getattr(part, "p", None) != 0}
+        return beside == {"qkv", "proj"}
 
 
 def timm_arguments(*, image_size: int, patch_size: int, depth: int) -> dict[str, int]:
@@ -47,6 +65,9 @@ def create_encoder(name: str, *, sincos: bool, frozen_patch_embed: bool, seed: i
         vit.pos_embed.requires_grad_(False)
     if frozen_patch_embed:
         vit.patch_embed.requires_grad_(False)
+    for module in vit.modules():
+        if PackedAttention.replaces(module):
+            module.__class__ = PackedAttention
     return vit
 
 
@@ -89,10 +110,10 @@ def encode(vit: VisionTransformer, patches: Tensor, index: Tensor) -> Tensor:
     """
     projection = vit.patch_embed.proj
     tokens = vit.patch_embed.norm(F.linear(patches, projection.weight.flatten(1), projection.bias))
-    prefix = (
-        vit.pos_embed.shape[1] - vit.patch_embed.num_patches
-    )  # positions of class and register tokens, 0 if they have none
-    tokens = tokens + F.embedding(index, vit.pos_embed[0, prefix:])
+    prefix = vit.pos_embed.shape[1] - vit.patch_embed.num_patches  # class and register tokens that have positions
+    # Under autocast the sum of all blocks stays in half precision, which halves its traffic: float32 positions would
+    # make it float32.
+    tokens = tokens + F.embedding(index, vit.pos_embed[0, prefix:]).to(tokens.dtype)
     extra = [token for token in (vit.cls_token, vit.reg_token) if token is not None]
     if extra:
         extra = torch.cat(extra, 1)

@@ -73,13 +73,14 @@ class KeyNetwork(nn.Module):
         super().__init__()
         self.encoder = encoder
         self.projector = projector
+        self.encode = encode  # may be replaced by a compiled one
 
     def forward(self, patches: Tensor, index: Tensor) -> Tensor:
         """Projections [2, B, E] of both views; ``patches`` [2, B, K, 3*P*P], ``index`` [2, B, K].
 
         The views share one pass through the encoder; BN sees each view on its own.
         """
-        features = encode(self.encoder, patches.flatten(0, 1), index.flatten(0, 1))
+        features = self.encode(self.encoder, patches.flatten(0, 1), index.flatten(0, 1))
         return torch.stack([self.projector(view) for view in features.chunk(2)])
 
 

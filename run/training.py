@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from kernels import gather_patches, sample_views
-from model import AdaptiveClip, QueryNetwork, clip_units, contrastive_loss, update_momentum
+from model import AdaptiveClip, QueryNetwork, clip_units, contrastive_loss, encode, update_momentum
 from pipeline import Batch
 
 from .recipes import Config, learning_rate, momentum_coefficient
@@ -15,9 +15,12 @@ from .session import new_encoder, plan_patches
 
 
 class Training:
-    """The networks of a config on one device, their optimizer and clip. ``step`` counts optimizer steps taken."""
+    """The networks of a config on one device, their optimizer and clip.
 
-    def __init__(self, config: Config, device: torch.device, *, ranks: int = 1):
+    On a GPU the encoder is compiled, which takes the first step a minute and more, unless ``compiled`` is False.
+    """
+
+    def __init__(self, config: Config, device: torch.device, *, ranks: int = 1, compiled: bool | None = None):
         self.config, self.device = config, device
         self.patch, self.grid, self.keep = plan_patches(config)
         self.on_gpu = device.type == "cuda"
@@ -33,8 +36,11 @@ class Training:
         self.clip = AdaptiveClip(
             clip_units(self.network), momentum=config.clip_momentum, alpha=config.clip_alpha, variant=config.clip
         )
-        # What a step calls; the modules themselves stay as they are, for checkpoints and export.
-        self.query, self.key = self.network, self.key_network
+        if self.on_gpu if compiled is None else compiled:
+            compiled_encode = torch.compile(encode, dynamic=False)
+            for network in filter(None, (self.network, self.key_network)):
+                network.encode = compiled_encode
+        self.query = self.network  # what a step calls; the network itself is what is saved and exported
         if ranks > 1:
             self.query = DistributedDataParallel(self.network, gradient_as_bucket_view=True)
 
@@ -64,7 +70,7 @@ class Training:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.on_gpu):
             queries, projections = self.query(patches, chosen)
             with torch.no_grad():
-                keys = self.key(patches, chosen) if self.key is not None else projections
+                keys = self.key_network(patches, chosen) if self.key_network is not None else projections
             loss, similarity = contrastive_loss(queries, keys, config.temperature)
         loss.backward()
         if config.clip != "off":
