@@ -232,3 +232,18 @@ def test_importing_does_nothing():
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False", "1"] and done.stderr == ""
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_the_same_batches(root):
+    """Same samples, boxes and flips, bad files replaced alike; pixels as near as the two decoders and resizes are."""
+    pytest.importorskip("nvidia.dali")
+    index = Index.scan(root)
+    break_files(index, loader(index).batches(0, 1).__next__().sample.tolist()[:4])
+    on_cpu, on_gpu = loader(index), loader(index, device=torch.device("cuda"))
+    for expected, got in zip(on_cpu.batches(0, 6), on_gpu.batches(0, 6), strict=True):
+        assert all(x.is_cuda for x in tensors(got))
+        assert same(tensors(expected)[2:], [x.cpu() for x in tensors(got)[2:]])
+        for one, other in zip(expected.views, got.views, strict=True):
+            assert (one.float() - other.cpu().float()).abs().mean() < 2
+    assert on_cpu.bad == on_gpu.bad and len(on_gpu.bad) == 4
