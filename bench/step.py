@@ -60,6 +60,11 @@ def attention_backward_flop(qkv, gradient, heads, out_shape=None, **_) -> int:
     return attention_flop(qkv, heads) * 5 // 2
 
 
+@register_flop_formula([torch.ops.aps.mlp_up, torch.ops.aps.mlp_up_backward])
+def mlp_flop(x, w, *_, out_shape=None, **__) -> int:
+    return 2 * x[0] * w[0] * w[1]
+
+
 def count_flop(synthetic: Synthetic, groups: int) -> int:
     """FLOP of one optimizer step."""
     with FlopCounterMode(display=False) as counter:

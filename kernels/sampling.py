@@ -8,18 +8,25 @@ uniform in (0, 1), the K smallest of -log(u)/v**gamma in ascending order. Hence 
 
     log2(-log2(u)) - gamma * log2(v)          and patches with v = 0 come after all others, in uniform order.
 
-Integers only: v is exact, u = (m + 1/2)/2**52 comes from Philox, and one fixed-point log2 (``reference.log2_fixed``,
+Integers only: v is exact, u = (m + 1/2)/2**42 comes from Philox, and one fixed-point log2 (``reference.log2_fixed``,
 error below 2**-38) serves all three logarithms, so every device draws the same patches, bit for bit. The price: a key
 is off by about (1 + gamma) * 2**-32 and, where u is close to 1, by up to 2**-27 + 2**-42/-log2(u); two patches whose
-keys are closer than that may swap places. gamma is rounded to a multiple of 2**-16; 0 is uniform, fully
-covered patches included (0**0 = 1), and 1024 is the most. Keys end in the patch number, which makes them distinct.
+keys are closer than that may swap places. gamma is rounded to a multiple of 2**-16; 0 is uniform, fully covered patches
+included (0**0 = 1). Keys end in the patch number, which makes them distinct.
 
-Counters: view 1 (patch, 0, sample low, sample high), view 2 (patch, group, sample low, sample high); keys by
-``philox.stream_key``.
+Any gamma up to inf will do, but a key has 51 bits for its value. Beyond 1024 it therefore loses fraction bits: with the
+least s that makes gamma/2**s <= 1024, gamma is rounded to a multiple of 2**(s-16), and patches of equal v, in uniform
+order until then, come in that of their numbers where their log2(-log2(u)) agree to 2**(s-32). Beyond gamma = 2**30 (s =
+20), where the weights of two areas up to 2**26 differ by a factor of 2**23 or more, the K patches with the largest v
+are drawn in descending order, equal ones in that of 19 random bits.
+
+Counters: (patch, call, sample low, sample high); key by ``philox.stream_key``. The four words of call c are three draws
+of 42 bits, 3*c to 3*c + 2: one word each, and ten bits of the last. Draw 0 is view 1, draw 1 + r group r of view 2.
+Of 2048 patches two have equal bits in one image of 2**21; these come in the order of their numbers.
 
 Kernel: one launch for all groups of both views, one program per image and group. The programs of an image all sort view
 1 anew: 2*R sorts instead of R + 1, for R times as many programs that wait for nobody. Reads 42 bytes an image and a
-16 KiB table that stays in the cache, writes 8*R*K bytes an image.
+32 KiB table that stays in the cache, writes 8*R*K bytes an image.
 """
 
 import math
@@ -34,39 +41,41 @@ from kernels.overlap import covered_area, tile
 from kernels.philox import Purpose
 
 # The fixed-point formats are explained in reference.py.
-FIRST_VIEW, SECOND_VIEW = tl.constexpr(int(Purpose.FIRST_VIEW)), tl.constexpr(int(Purpose.SECOND_VIEW))
+PATCHES, DRAWS = tl.constexpr(int(Purpose.PATCHES)), tl.constexpr(reference.DRAWS)
 PATCH_BITS, PATCH_MASK = tl.constexpr(reference.PATCH_BITS), tl.constexpr(reference.PATCH_MASK)
 ZERO_WEIGHT, LAST = tl.constexpr(reference.ZERO_WEIGHT), tl.constexpr(2**63 - 1)
-LOG_BITS, LOG_TO_KEY = tl.constexpr(reference.LOG_BITS), tl.constexpr(reference.LOG_BITS - reference.KEY_BITS)
+LOG_BITS, LOG_TO_KEY = tl.constexpr(reference.LOG_BITS), tl.constexpr(reference.LOG_TO_KEY)
 LOG_TOP, POWER_BITS = tl.constexpr(reference.LOG_TOP), tl.constexpr(reference.POWER_BITS)
-KEY_OFFSET, KEY_MIDDLE = tl.constexpr(reference.KEY_OFFSET), tl.constexpr(reference.KEY_MIDDLE)
-TABLE_SHIFT = tl.constexpr(52 - reference.TABLE_BITS)
-RECIPROCAL_BITS, RECIPROCAL_MASK = tl.constexpr(reference.RECIPROCAL_BITS), tl.constexpr(reference.RECIPROCAL_MASK)
-SERIES1, SERIES2, SERIES3 = (tl.constexpr(x) for x in reference.SERIES)
+KEY_OFFSET, STEEPEST = tl.constexpr(reference.KEY_OFFSET), tl.constexpr(reference.STEEPEST[0])
+AREA_MASK, STEEPEST_BITS = tl.constexpr(reference.AREA_MASK), tl.constexpr(reference.STEEPEST_BITS)
+STEEPEST_DROPS, TABLE_BITS = tl.constexpr(reference.STEEPEST_DROPS), tl.constexpr(reference.TABLE_BITS)
+SEGMENTS = tl.constexpr(reference.SEGMENTS)
 
 
 @triton.jit
-def _uniform(seed, epoch, sample, position, patch, PURPOSE: tl.constexpr):
-    """52 random bits for every patch: [NP] int64."""
+def _uniform(seed, epoch, sample, draw, patch):
+    """42 random bits for every patch: [NP] int64."""
     zero = patch.to(tl.uint32) * 0
     epoch0, epoch1 = zero + epoch.to(tl.uint32), zero + (epoch >> 32).to(tl.uint32)
-    key0, key1, _, _ = tl.philox(seed, epoch0, epoch1, zero + PURPOSE, zero)
+    key0, key1, _, _ = tl.philox(seed, epoch0, epoch1, zero + PATCHES, zero)
     sample0, sample1 = zero + sample.to(tl.uint32), zero + (sample >> 32).to(tl.uint32)
     key = key0.to(tl.uint64) | key1.to(tl.uint64) << 32
-    word0, word1, _, _ = tl.philox(key, patch, zero + position, sample0, sample1)
-    return word0.to(tl.int64) << 20 | (word1 >> 12).to(tl.int64)
+    draw += patch * 0
+    word0, word1, word2, low = tl.philox(key, patch, draw // DRAWS, sample0, sample1)
+    turn = draw % DRAWS
+    word = tl.where(turn == 0, word0, tl.where(turn == 1, word1, word2))
+    return word.to(tl.int64) << 10 | (low >> 10 * turn & 1023).to(tl.int64)
 
 
 @triton.jit
 def _log2(n, table):
-    """``reference.log2_fixed``, line by line."""
+    """``reference.log2_fixed``, operation by operation."""
     bits = n.to(tl.float64).to(tl.int64, bitcast=True)
-    mantissa = bits & ((1 << 52) - 1)
-    entry = tl.load(table + (mantissa >> TABLE_SHIFT))
-    d = -((mantissa | 1 << 52) * (entry & RECIPROCAL_MASK)) >> 24
-    q = d >> 12
-    series = (((q * SERIES3 >> 32) + SERIES2) * q >> 34) + SERIES1
-    return ((bits >> 52) - 1023 << LOG_BITS) + (entry >> RECIPROCAL_BITS) - (d * series >> 29)
+    segment = bits >> 52 - TABLE_BITS & SEGMENTS - 1
+    t = bits >> 20 - TABLE_BITS & (1 << 32) - 1
+    curve = tl.load(table + SEGMENTS + segment)
+    slope = (curve >> 32) - ((curve & (1 << 32) - 1) * t >> 37)
+    return (bits >> 52 - LOG_BITS) + tl.load(table + segment) + (slope * t >> 31)
 
 
 @triton.jit
@@ -81,7 +90,7 @@ def _store_smallest(out, keys, patch, start, K: tl.constexpr, SORT: tl.constexpr
 
 @triton.jit
 def _sample_kernel(
-    boxes, flips, sample, seed, epoch, table, first, second, power, SORT: tl.constexpr,
+    boxes, flips, sample, seed, epoch, table, first, second, factor, shift, SORT: tl.constexpr,
     GH: tl.constexpr, GW: tl.constexpr, K: tl.constexpr, R: tl.constexpr, NP: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     b, r = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -90,19 +99,20 @@ def _sample_kernel(
     seed, epoch, sample = tl.load(seed), tl.load(epoch), tl.load(sample + b)
     patch = tl.arange(0, NP)
 
-    m = _uniform(seed, epoch, sample, 0, patch, FIRST_VIEW)
+    m = _uniform(seed, epoch, sample, 0, patch)
     keys = tl.where(patch < GH * GW, m << PATCH_BITS | patch, LAST)
     _store_smallest(first, keys, patch, r * K, K, SORT)
     tl.debug_barrier()  # every lane goes on to read the K numbers that other lanes of this program have just written
 
     v = tl.load(boxes + b * 8 + 6).to(tl.int64) * tl.load(boxes + b * 8 + 7)
     v -= covered_area(boxes + b * 8, flips + b * 2, first, patch, GH, GW, K, STEP)
-    v = tl.where(power == 0, 1, v)
-    m = _uniform(seed, epoch, sample, r, patch, SECOND_VIEW)
+    v = tl.where(factor == 0, 1, v)
+    m = _uniform(seed, epoch, sample, 1 + r, patch)
     exponential = LOG_TOP - _log2(2 * m + 1, table)
-    race = (_log2(tl.maximum(exponential, 1), table) >> LOG_TO_KEY) + KEY_OFFSET
-    weight = (_log2(tl.maximum(v, 1), table) >> LOG_TO_KEY) - KEY_MIDDLE
-    keys = tl.where(v > 0, race - (weight * power >> POWER_BITS) << PATCH_BITS, ZERO_WEIGHT | m >> 1 << PATCH_BITS)
+    race = (_log2(exponential, table) >> LOG_TO_KEY + shift) + KEY_OFFSET
+    value = race - ((_log2(v, table) >> LOG_TO_KEY) * factor >> POWER_BITS)
+    value = tl.where(factor == STEEPEST, AREA_MASK - v << STEEPEST_BITS | m >> STEEPEST_DROPS, value)
+    keys = tl.where(v > 0, value << PATCH_BITS, ZERO_WEIGHT | m << PATCH_BITS)
     keys = tl.where(patch < GH * GW, keys | patch, LAST)
     _store_smallest(second, keys, patch, 0, K, SORT)
 
@@ -122,7 +132,7 @@ def _launch(boxes, flips, sample, seed, epoch, grid, keep, groups, power, sort=n
     first, second = (torch.empty(b, groups, keep, dtype=torch.int32, device=device) for _ in range(2))
     if b:
         boxes, flips, sample = boxes.contiguous(), flips.contiguous().view(torch.uint8), sample.contiguous()
-        args = boxes, flips, sample, seed, epoch, _table(device), first, second, reference.fixed_power(power)
+        args = boxes, flips, sample, seed, epoch, _table(device), first, second, *reference.fixed_power(power)
         # All pairs of more than 1024 keys exceed Triton's largest tensor, so there the interpreter sorts too.
         sort = sort or math.prod(grid) > 1024
         with torch.cuda.device_of(boxes):
@@ -164,7 +174,7 @@ def sample_views(boxes, flips, sample, *, grid, keep, groups, power, seed, epoch
 
     ``boxes`` int32 [B,2,4] (y, x, h, w) in pixels of the upright source image, 0..65535, h and w at least 1; ``flips``
     bool [B,2], left-right; ``sample`` int64 [B] ids; ``grid`` (Gh, Gw), N <= 2048; ``keep`` K, ``groups`` R, R*K <= N;
-    ``power`` gamma, 0..1024; ``seed`` and ``epoch`` signed 64-bit integers or one-element int64 tensors on the device.
+    ``power`` gamma, 0..inf; ``seed`` and ``epoch`` signed 64-bit integers or one-element int64 tensors on the device.
     Impossible boxes raise on a CPU; on a GPU, where nobody looks, they still give distinct patches of the grid.
     """
     check_boxes_and_grid(boxes, flips, grid)
@@ -174,7 +184,7 @@ def sample_views(boxes, flips, sample, *, grid, keep, groups, power, seed, epoch
     if keep < 1 or groups < 1 or groups * keep > math.prod(grid):
         limit = f"groups * keep <= {math.prod(grid)}, the patches of the {grid[0]}x{grid[1]} grid"
         raise ValueError(f"keep, groups: expected at least 1 and {limit}, got keep {keep} and groups {groups}")
-    if not 0 <= power <= reference.MAX_POWER:
-        raise ValueError(f"power: expected 0 to {reference.MAX_POWER}, got {power}")
+    if not power >= 0:
+        raise ValueError(f"power: expected 0 or more, got {power}")
     seed, epoch = _number("seed", seed, boxes.device), _number("epoch", epoch, boxes.device)
     return _op(boxes, flips, sample, seed, epoch, list(grid), keep, groups, float(power))

@@ -9,11 +9,11 @@ import math
 import timm
 import torch
 import torch.nn.functional as F
-from timm.layers import PatchEmbed
+from timm.layers import Mlp, PatchEmbed
 from timm.models.vision_transformer import Attention, VisionTransformer
 from torch import Tensor, nn
 
-from kernels import attention
+from kernels import attention, mlp
 
 
 class PackedAttention(Attention):
@@ -24,12 +24,27 @@ class PackedAttention(Attention):
             return super().forward(x, attn_mask=attn_mask, is_causal=is_causal)
         return self.proj(attention(self.qkv(x), heads=self.num_heads))
 
-    @classmethod
-    def replaces(cls, module: nn.Module) -> bool:
-        """Whether ``module`` is timm's attention without further parts (norms, a gate, dropout)."""
-        parts = dict(module.named_children()).items() if type(module) is Attention else ()
-        beside = {name for name, part in parts if not isinstance(part, nn.Identity) and getattr(part, "p", None) != 0}
-        return beside == {"qkv", "proj"}
+
+class PackedMlp(Mlp):
+    """timm's MLP, in whose place it is put (same parameters), through ``kernels.mlp``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        tensors = x, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias
+        return mlp(*(tensor.to(dtype) for tensor in tensors))
+
+
+def pack(vit: VisionTransformer) -> None:
+    """Put our forms of attention and MLP in the place of timm's, where these have no further parts and no dropout."""
+    for module in vit.modules():
+        parts = {name: part for name, part in module.named_children() if not isinstance(part, nn.Identity)}
+        extra = {name for name, part in parts.items() if not (isinstance(part, nn.Dropout) and part.p == 0)}
+        if type(module) is Attention and extra == {"qkv", "proj"}:
+            module.__class__ = PackedAttention
+        exact = isinstance(parts.get("act"), nn.GELU) and parts["act"].approximate == "none"
+        if type(module) is Mlp and extra == {"fc1", "act", "fc2"} and exact and module.fc1.bias is not None:
+            module.__class__ = PackedMlp
 
 
 def timm_arguments(*, image_size: int, patch_size: int, depth: int) -> dict[str, int]:
@@ -65,9 +80,7 @@ def create_encoder(name: str, *, sincos: bool, frozen_patch_embed: bool, seed: i
         vit.pos_embed.requires_grad_(False)
     if frozen_patch_embed:
         vit.patch_embed.requires_grad_(False)
-    for module in vit.modules():
-        if PackedAttention.replaces(module):
-            module.__class__ = PackedAttention
+    pack(vit)
     return vit
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from kernels.reference import MAX_POWER
 from pipeline.stream import Augmentation
 
 
@@ -127,7 +126,6 @@ class Config:
         _check(
             min(self.betas) >= 0 and max(self.betas) < 1, self, "betas", "two numbers from 0 up to, not including, 1"
         )
-        _check(self.power <= MAX_POWER, self, "power", f"at most {MAX_POWER}")
         _check(self.eval_data is None or self.data is not None, self, "eval_data", "--data beside it")
         for name in ("epochs", "warmup_epochs", "lr", "weight_decay", "temperature", "clip_alpha"):
             _check(math.isfinite(getattr(self, name)), self, name, "a finite number")

@@ -34,7 +34,9 @@ def arrays(*tensors):
     return [x.contiguous().view(torch.uint8).numpy() if x.dtype == torch.bool else x.numpy() for x in tensors]
 
 
-@pytest.mark.parametrize(("power", "seed", "epoch"), [(0.0, -5, 2**40), (3.0, 2**63 - 1, -1)])
+@pytest.mark.parametrize(
+    ("power", "seed", "epoch"), [(0.0, -5, 2**40), (3.0, 2**63 - 1, -1), (1e5, 7, 2), (math.inf, 0, 1)]
+)
 def test_sampling(case, power, seed, epoch):
     made, boxes, flips, (grid, keep, groups, *_) = case
     images = len(boxes)
@@ -42,7 +44,7 @@ def test_sampling(case, power, seed, epoch):
     sizes = {"grid": grid, "keep": keep, "groups": groups, "power": power, "seed": seed, "epoch": epoch}
     first, second = (np.full((images, groups, keep), -(2**31), np.int32) for _ in range(2))
     numbers = torch.tensor([seed]), torch.tensor([epoch]), sampling._table(torch.device("cpu"))
-    args = *arrays(boxes, flips, sample, *numbers), first, second, reference.fixed_power(power)
+    args = *arrays(boxes, flips, sample, *numbers), first, second, *reference.fixed_power(power)
     evaluate(made["sample_views"], args, list(np.ndindex(images, groups)))
     for got, want in zip((first, second), reference.sample_views(boxes, flips, sample, **sizes), strict=True):
         np.testing.assert_array_equal(got, want.numpy())
@@ -74,7 +76,7 @@ def test_evaluator_refuses(line, replacement, error, words):
     first, second = (np.zeros((1, 1, 15), np.int32) for _ in range(2))
     assert count
     with pytest.raises(error, match=words):
-        args = boxes, np.zeros((1, 2), np.int8), *numbers, reference.log2_table(), first, second, 0
+        args = boxes, np.zeros((1, 2), np.int8), *numbers, reference.log2_table(), first, second, 0, 0
         evaluate(code, args, [(0, 0)])
 
 
