@@ -3,8 +3,8 @@
 A pair is one optimizer sample: both views of one image. Work is counted by ``torch.utils.flop_counter`` over one eager
 step: matrix products and attention, forward, backward and keys, 2 FLOP per multiply-add; element-wise operations, the
 optimizer and the sampling count nothing. MFU is that work per second over the best matrix product measured in the same
-process (bfloat16 on a GPU, float32 on a CPU). A step's time is a loaded batch's, sampling of all its groups included,
-over the number of groups; loading and logging are not in it. Modes: ``compiled``, the encoder through torch.compile, as
+process (bfloat16 on a GPU, float32 on a CPU). A step's time is that of a few loaded batches, sampling included, over
+the number of steps; loading and logging are not in it. Modes: ``compiled``, the encoder through torch.compile, as
 train.py does on a GPU; and ``eager``.
 """
 
@@ -27,7 +27,9 @@ from run.training import Training
 
 SMALL = {"depth": 1, "head_hidden": 64}  # what ``--smoke`` changes in a recipe
 MODES = "eager", "compiled"
-TOP = 15  # rows of the profile
+WINDOW = 4  # loaded batches from one look at the clock, which waits for the device, to the next
+TOP = 40  # rows of the profile, of which SHOWN are printed
+SHOWN = 15
 
 
 class Synthetic:
@@ -77,15 +79,16 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def time_steps(synthetic: Synthetic, config: Config, device: torch.device, *, batches: int) -> dict:
-    """Seconds of an optimizer step, from the wall clock around each of so many loaded batches."""
+def time_steps(synthetic: Synthetic, config: Config, device: torch.device, *, windows: int) -> dict:
+    """Seconds of an optimizer step, from the wall clock around each of so many ``WINDOW``s."""
     seconds = []
-    for _ in range(batches):
+    for _ in range(windows):
         wait(device)
         start = time.perf_counter()
-        synthetic.batch()
+        for _ in range(WINDOW):
+            synthetic.batch()
         wait(device)
-        seconds.append((time.perf_counter() - start) / config.groups)
+        seconds.append((time.perf_counter() - start) / (WINDOW * config.groups))
     return summary(seconds)
 
 
@@ -121,7 +124,7 @@ def where_time_goes(run: Callable, device: torch.device) -> dict:
     }
 
 
-def measure_step(config: Config, device: torch.device, *, mode: str, batches: int, warm_up: int) -> dict:
+def measure_step(config: Config, device: torch.device, *, mode: str, windows: int, warm_up: int) -> dict:
     on_gpu = device.type == "cuda"
     synthetic = Synthetic(config, device, mode=mode)
     if on_gpu:
@@ -132,7 +135,7 @@ def measure_step(config: Config, device: torch.device, *, mode: str, batches: in
         synthetic.batch()
     wait(device)
     result = {"warm_up_seconds": time.perf_counter() - start}  # compiling included
-    result["step_seconds"] = time_steps(synthetic, config, device, batches=batches)
+    result["step_seconds"] = time_steps(synthetic, config, device, windows=windows)
     result["pairs_per_second"] = config.batch_size / result["step_seconds"]["p50"]
     result["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device) if on_gpu else None
     return result | {"profile": where_time_goes(synthetic.batch, device)}
@@ -142,7 +145,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = environment.parser("step", "The optimizer step on synthetic crops.")
     parser.add_argument("--recipe", choices=RECIPES, default="imagenet-vit-s")
     parser.add_argument("--batch-size", type=int, default=512, help="images per step")
-    parser.add_argument("--batches", type=int, default=20, help="loaded batches that are timed; 4 steps each")
+    parser.add_argument("--windows", type=int, default=8, help=f"timed ones, of {WINDOW} loaded batches each")
     parser.add_argument("--modes", choices=MODES, nargs="+", help="default: all of them on a GPU, eager on a CPU")
     return parser.parse_args(arguments)
 
@@ -150,33 +153,38 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> int:
     options, device = parse(arguments), environment.device()
     config = dataclasses.replace(RECIPES[options.recipe], batch_size=options.batch_size)
-    batches, warm_up = options.batches, 3
+    windows, warm_up = options.windows, 3
     if options.smoke:
-        config, batches, warm_up = dataclasses.replace(config, batch_size=2, **SMALL), 2, 1
+        config, windows, warm_up = dataclasses.replace(config, batch_size=2, **SMALL), 2, 1
     modes = options.modes or (MODES if device.type == "cuda" else MODES[:1])
-    peak = matrix_product(device, 0.1 if options.smoke else 1)
     flop = count_flop(Synthetic(config, device, mode="eager"), config.groups)
     result = {
         "recipe": config.recipe, "model": config.model, "batch_size": config.batch_size, "groups": config.groups,
-        "flop_per_pair": flop / config.batch_size, "peak_flop_per_second": peak["best"], "dtype": peak["dtype"],
+        "flop_per_pair": flop / config.batch_size,
     }  # fmt: skip
     if options.smoke:
         result |= SMALL
     print(f"{config.recipe}, batch {config.batch_size}: {flop / config.batch_size / 1e9:.2f} GFLOP per pair")
     for mode in modes:
-        result[mode] = measure_step(config, device, mode=mode, batches=batches, warm_up=warm_up)
-        result[mode]["mfu"] = result[mode]["pairs_per_second"] * result["flop_per_pair"] / peak["best"]
+        result[mode] = measure_step(config, device, mode=mode, windows=windows, warm_up=warm_up)
         environment.save(options.json, "step", result)
         show(mode, result[mode])
+    peak = matrix_product(device, 0.1 if options.smoke else 1)  # on a GPU as warm as it was
+    result |= {"peak_flop_per_second": peak["best"], "dtype": peak["dtype"]}
+    print()
+    for mode in modes:
+        result[mode]["mfu"] = result[mode]["pairs_per_second"] * result["flop_per_pair"] / peak["best"]
+        print(f"{mode}: MFU {result[mode]['mfu']:.1%} of {peak['best'] / 1e12:,.2f} TFLOP/s ({peak['dtype']})")
+    environment.save(options.json, "step", result)
     return 0
 
 
 def show(mode: str, result: dict) -> None:
     seconds, memory, profiled = result["step_seconds"], result["peak_memory_bytes"], result["profile"]
     print(
-        f"\n{mode}: {result['pairs_per_second']:,.1f} pairs/s, MFU {result['mfu']:.1%}, "
+        f"\n{mode}: {result['pairs_per_second']:,.1f} pairs/s, "
         f"step {seconds['p50'] * 1e3:.2f} ms ({seconds['p20'] * 1e3:.2f} to {seconds['p80'] * 1e3:.2f}), peak memory "
         f"{'-' if memory is None else f'{memory / 2**30:.2f} GiB'}, warm-up {result['warm_up_seconds']:.1f} s; "
         f"sampling and gathering {profiled['sampling_and_gathering_share']:.2%} of the time"
     )
-    environment.print_table(profiled["top"])
+    environment.print_table(profiled["top"][:SHOWN])
