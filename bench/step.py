@@ -4,7 +4,7 @@ A pair is one optimizer sample: both views of one image. Work is counted by ``to
 step: matrix products and attention, forward, backward and keys, 2 FLOP per multiply-add; element-wise operations, the
 optimizer and the sampling count nothing. MFU is that work per second over the best matrix product measured in the same
 process (bfloat16 on a GPU, float32 on a CPU). A step's time is that of a few loaded batches, sampling included, over
-the number of steps; loading and logging are not in it. Modes: ``compiled``, the encoder through torch.compile, as
+the number of steps; loading and logging are not in it. Modes: ``compiled``, the networks through torch.compile, as
 train.py does on a GPU; and ``eager``.
 """
 
@@ -60,11 +60,6 @@ def attention_flop(qkv, heads, out_shape=None, **_) -> int:
 def attention_backward_flop(qkv, gradient, heads, out_shape=None, **_) -> int:
     """Five products, the first one of them again."""
     return attention_flop(qkv, heads) * 5 // 2
-
-
-@register_flop_formula([torch.ops.aps.mlp_up, torch.ops.aps.mlp_up_backward])
-def mlp_flop(x, w, *_, out_shape=None, **__) -> int:
-    return 2 * x[0] * w[0] * w[1]
 
 
 def count_flop(synthetic: Synthetic, groups: int) -> int:

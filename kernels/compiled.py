@@ -4,7 +4,7 @@ from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import gather, gelu_mlp, overlap, sampling, short_attention
+from kernels import gather, overlap, sampling, short_attention
 
 _TYPES = dict.fromkeys(("boxes", "first", "second", "index"), "*i32")
 _TYPES |= dict.fromkeys(("sample", "seed", "epoch", "table"), "*i64")
@@ -16,12 +16,11 @@ def compile_for(capability, *, grid=(14, 14), keep=49, groups=4, patch=16, heads
     """Yield (name, compiled kernel) of every operation for an NVIDIA GPU of ``capability`` (80, 90, 100, ...).
 
     The result is Triton's: ``.asm`` holds "ptx" and "cubin", ``.metadata`` the shared memory. ``dtype`` of the gathered
-    patches and of the layers (over a class token and the kept ones, ``heads`` heads of 64) is Triton's name of it.
+    patches and of attention (over a class token and the kept ones, ``heads`` heads of 64) is Triton's name of it.
     """
     half = f"*{dtype}"
     cover = overlap.tile(grid, keep, groups)
     attention = short_attention.tile(keep + 1, 64 * heads, heads)
-    layer = gelu_mlp.tile(4 * 64 * heads, 64 * heads)
     for name, kernel, sizes, types in (
         ("sample_views", sampling._sample_kernel, cover | {"SORT": True}, {}),
         ("patch_overlap", overlap._overlap_kernel, dict(cover), {"out": "*fp32"}),
@@ -30,14 +29,6 @@ def compile_for(capability, *, grid=(14, 14), keep=49, groups=4, patch=16, heads
         (
             "attention_backward", short_attention._attention_backward_kernel, dict(attention),
             {"qkv": half, "gradient": half, "out": half},
-        ),
-        (
-            "mlp_up", gelu_mlp._up_kernel, layer | {"KEEP": True},
-            dict.fromkeys(("x", "w", "bias", "hidden", "out"), half),
-        ),
-        (
-            "mlp_up_backward", gelu_mlp._up_backward_kernel, dict(layer),
-            dict.fromkeys(("gradient", "w", "hidden", "out"), half) | {"sums": "*fp32"},
         ),
     ):  # fmt: skip
         options = {"num_warps": sizes.pop("num_warps")}

@@ -226,21 +226,3 @@ def attention_backward(qkv, gradient, heads):
     ds = p * (dp - (p * dp).sum(-1, keepdim=True)) / math.sqrt(q.shape[3])
     parts = torch.stack([ds @ k, ds.transpose(2, 3) @ q, p.transpose(2, 3) @ g])  # [3,B,H,T,D]
     return parts.permute(1, 3, 0, 2, 4).flatten(2)
-
-
-def mlp_up(x, w, bias, keep):
-    """H (empty unless ``keep``) and A = GELU(H), by the formulas in ``gelu_mlp.py``."""
-    h = torch.nn.functional.linear(x, w, bias)
-    return (h if keep else h.new_empty(0, len(w))), torch.nn.functional.gelu(h)
-
-
-def mlp_up_backward(gradient, w, hidden):
-    """dH and its sums over the rows."""
-    h = hidden.double()
-    slope = torch.special.ndtr(h) + h * torch.exp(-h.square() / 2) / math.sqrt(2 * math.pi)
-    d = (gradient.double() @ w.double()) * slope
-    return d.to(hidden.dtype), d.sum(0).to(sum_type(hidden))
-
-
-def sum_type(x):
-    return torch.promote_types(x.dtype, torch.float32)

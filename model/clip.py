@@ -3,6 +3,7 @@
 import re
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -36,7 +37,8 @@ class AdaptiveClip:
 
     with the gradient before clipping in the average, so that a lasting change of scale gets through. G is a vector as
     in the paper (``variant="vector"``, one more copy of the gradient) or the average of norms (``"norm"``, one number a
-    unit). The first step passes unchanged and sets G. Nothing is read back from the device.
+    unit). The first step passes unchanged and sets G. Nothing is read back from the device, and launches are few: all
+    units are measured together.
     """
 
     def __init__(self, units: list[list[nn.Parameter]], *, momentum: float, alpha: float, variant: str):
@@ -44,32 +46,34 @@ class AdaptiveClip:
         self.momentum = momentum
         self.alpha = alpha
         self.variant = variant
-        self.average: list[list[Tensor]] = []  # per unit: tensors like its parameters, or one scalar
+        self.average: list[Tensor] = []  # tensors like the parameters, or one with a number for each unit
+        # Row u: the places of unit u's parameters among all, padded with the place behind the last one.
+        count, length = sum(map(len, units)), max(map(len, units))
+        numbers = iter(range(count))
+        rows = [[next(numbers) for _ in unit] + [count] * (length - len(unit)) for unit in units]
+        self.members = torch.tensor(rows, device=units[0][0].device)
 
     @torch.no_grad()
     def __call__(self) -> None:
-        gradients = [[parameter.grad for parameter in unit] for unit in self.units]
-        measured = [[_norm(unit)] for unit in gradients] if self.variant == "norm" else gradients
+        gradients = [parameter.grad for unit in self.units for parameter in unit]
+        norms = self._norms(gradients)
+        measured = [norms] if self.variant == "norm" else gradients
         if not self.average:
-            self.average = [[tensor.clone() for tensor in unit] for unit in measured]
+            self.average = [tensor.clone() for tensor in measured]
             return
-        for gradient, now, average in zip(gradients, measured, self.average, strict=True):
-            previous = _norm(average)
-            norm = _norm(gradient)
-            scale = torch.where(norm > self.alpha * previous, previous / norm, 1.0)
-            torch._foreach_lerp_(average, now, 1 - self.momentum)
-            torch._foreach_mul_(gradient, scale)
+        previous = self.average[0].clone() if self.variant == "norm" else self._norms(self.average)
+        scale = torch.where(norms > self.alpha * previous, previous / norms, 1.0)
+        torch._foreach_lerp_(self.average, measured, 1 - self.momentum)
+        for unit, factor in zip(self.units, scale.unbind(), strict=True):
+            torch._foreach_mul_([parameter.grad for parameter in unit], factor)
 
-    def state_dict(self) -> dict[str, list[list[Tensor]]]:
+    def _norms(self, tensors: list[Tensor]) -> Tensor:
+        """L2 norm of each unit, [units], from tensors like the parameters."""
+        squares = torch.stack(torch._foreach_norm(tensors)).square()
+        return F.pad(squares, (0, 1))[self.members].sum(1).sqrt()
+
+    def state_dict(self) -> dict[str, list[Tensor]]:
         return {"average": self.average}
 
-    def load_state_dict(self, state: dict[str, list[list[Tensor]]]) -> None:
-        self.average = [
-            [tensor.to(unit[0].device) for tensor in average]
-            for unit, average in zip(self.units, state["average"], strict=bool(state["average"]))
-        ]
-
-
-def _norm(tensors: list[Tensor]) -> Tensor:
-    """L2 norm of the concatenation."""
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
+    def load_state_dict(self, state: dict[str, list[Tensor]]) -> None:
+        self.average = [tensor.to(self.members.device) for tensor in state["average"]]

@@ -9,11 +9,11 @@ import math
 import timm
 import torch
 import torch.nn.functional as F
-from timm.layers import Mlp, PatchEmbed
+from timm.layers import PatchEmbed
 from timm.models.vision_transformer import Attention, VisionTransformer
 from torch import Tensor, nn
 
-from kernels import attention, mlp
+from kernels import attention
 
 
 class PackedAttention(Attention):
@@ -25,26 +25,13 @@ class PackedAttention(Attention):
         return self.proj(attention(self.qkv(x), heads=self.num_heads))
 
 
-class PackedMlp(Mlp):
-    """timm's MLP, in whose place it is put (same parameters), through ``kernels.mlp``."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        kind = x.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-        tensors = x, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias
-        return mlp(*(tensor.to(dtype) for tensor in tensors))
-
-
 def pack(vit: VisionTransformer) -> None:
-    """Put our forms of attention and MLP in the place of timm's, where these have no further parts and no dropout."""
+    """Put our form of attention in the place of timm's, where that has no further parts (norms, a gate, dropout)."""
     for module in vit.modules():
-        parts = {name: part for name, part in module.named_children() if not isinstance(part, nn.Identity)}
-        extra = {name for name, part in parts.items() if not (isinstance(part, nn.Dropout) and part.p == 0)}
-        if type(module) is Attention and extra == {"qkv", "proj"}:
+        parts = dict(module.named_children()) if type(module) is Attention else {}
+        extra = {name for name, part in parts.items() if not isinstance(part, nn.Identity) and getattr(part, "p", 1)}
+        if extra == {"qkv", "proj"}:
             module.__class__ = PackedAttention
-        exact = isinstance(parts.get("act"), nn.GELU) and parts["act"].approximate == "none"
-        if type(module) is Mlp and extra == {"fc1", "act", "fc2"} and exact and module.fc1.bias is not None:
-            module.__class__ = PackedMlp
 
 
 def timm_arguments(*, image_size: int, patch_size: int, depth: int) -> dict[str, int]:

@@ -17,7 +17,7 @@ from .session import new_encoder, plan_patches
 class Training:
     """The networks of a config on one device, their optimizer and clip.
 
-    On a GPU the encoder is compiled, which takes the first step a minute and more, unless ``compiled`` is False.
+    On a GPU the networks are compiled, which takes the first step a minute and more, unless ``compiled`` is False.
     """
 
     def __init__(self, config: Config, device: torch.device, *, ranks: int = 1, compiled: bool | None = None):
@@ -36,11 +36,15 @@ class Training:
         self.clip = AdaptiveClip(
             clip_units(self.network), momentum=config.clip_momentum, alpha=config.clip_alpha, variant=config.clip
         )
-        if self.on_gpu if compiled is None else compiled:
-            compiled_encode = torch.compile(encode, dynamic=False)
+        # What a step calls; the networks themselves are what is saved and exported.
+        self.query, self.key = self.network, self.key_network
+        compiled = self.on_gpu if compiled is None else compiled
+        if compiled and ranks == 1:
+            self.query = torch.compile(self.network, dynamic=False)
+            self.key = self.key_network and torch.compile(self.key_network, dynamic=False)
+        elif compiled:  # the heads talk to other ranks
             for network in filter(None, (self.network, self.key_network)):
-                network.encode = compiled_encode
-        self.query = self.network  # what a step calls; the network itself is what is saved and exported
+                network.encode = torch.compile(encode, dynamic=False)
         if ranks > 1:
             self.query = DistributedDataParallel(self.network, gradient_as_bucket_view=True)
 
@@ -70,7 +74,7 @@ class Training:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.on_gpu):
             queries, projections = self.query(patches, chosen)
             with torch.no_grad():
-                keys = self.key_network(patches, chosen) if self.key_network is not None else projections
+                keys = self.key(patches, chosen) if self.key is not None else projections
             loss, similarity = contrastive_loss(queries, keys, config.temperature)
         loss.backward()
         if config.clip != "off":

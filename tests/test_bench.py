@@ -57,13 +57,13 @@ def test_device_script_goes_on_after_a_failure(tmp_path):
 def test_compiled_kernels():
     rows = list(compiled_rows())
     targets = {row["target"] for row in rows}
-    assert len(rows) == 35 and targets == {"sm_80", "sm_90", "sm_100", "sm_120", "gfx942"}
+    assert len(rows) == 25 and targets == {"sm_80", "sm_90", "sm_100", "sm_120", "gfx942"}
     for row in rows:
         assert row["spilled_bytes"] == row["spill_instructions"] == 0, row
         if row["kernel"] == "gather_patches":  # 8 bytes a load (but for indices), 16 bytes a store, nothing shared
             assert set(row["store_bits"]) == {128} and row["load_bits"][64] >= 3, row
             assert row["shared_bytes"] == row["shared"] == 0, row
-        if "attention" in row["kernel"] or "mlp" in row["kernel"]:
+        if "attention" in row["kernel"]:
             assert row["matrix"] and max(row["load_bits"]) == 128 and max(row["store_bits"]) >= 64, row
 
 

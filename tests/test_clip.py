@@ -25,12 +25,15 @@ def restated(gradients, m, alpha, variant):
 def test_clip_is_the_formula(variant):
     torch.manual_seed(0)
     unit = [torch.nn.Parameter(torch.zeros(3, 2)), torch.nn.Parameter(torch.zeros(4))]
+    steady = [torch.nn.Parameter(torch.zeros(2))]  # a unit of its own that is never clipped
     gradients = [torch.randn(10) * scale for scale in (1, 1.2, 9, 0.1, 0.1, 30, 1, 1)]
-    clip = AdaptiveClip([unit], momentum=0.4, alpha=1.05, variant=variant)
+    clip = AdaptiveClip([steady, unit], momentum=0.4, alpha=1.05, variant=variant)
     clipped = 0
     for gradient, expected in zip(gradients, restated(gradients, 0.4, 1.05, variant), strict=True):
         unit[0].grad, unit[1].grad = gradient[:6].view(3, 2).clone(), gradient[6:].clone()
+        steady[0].grad = torch.ones(2)
         clip()
+        assert torch.equal(steady[0].grad, torch.ones(2))
         result = torch.cat([parameter.grad.flatten() for parameter in unit])
         torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-7)
         clipped += not torch.allclose(result, gradient)
