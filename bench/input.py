@@ -43,7 +43,7 @@ def generate(path: Path, seed: int) -> None:
 def options_of(subject: str, description: str) -> argparse.ArgumentParser:
     """The options of the two subjects that read images."""
     parser = environment.parser(subject, description)
-    parser.add_argument("--images", type=Path, help="folder of images; default: generated ones")
+    parser.add_argument("--images", type=Path, help="folder, list or shards of images; default: generated ones")
     parser.add_argument("--recipe", choices=RECIPES, default="imagenet-vit-s")
     parser.add_argument("--batch-size", type=int, default=512, help="images")
     return parser
@@ -69,7 +69,8 @@ def main(arguments: list[str]) -> int:
     device, threads = environment.device(), len(os.sched_getaffinity(0))
     with folder_of_images(options.images, 4 * batch) as folder:
         index = Index.scan(folder)
-        file_bytes = [os.path.getsize(index.file(i)) for i in range(min(100, len(index)))]
+        sampled = range(min(100, len(index)))
+        file_bytes = [index.places[i, 2] if index.shards else os.path.getsize(index.file(i)) for i in sampled]
         loader = Loader(
             index, config.augmentation, image_size=config.image_size, batch_size=batch, seed=0, device=device,
             threads=threads,
@@ -78,7 +79,7 @@ def main(arguments: list[str]) -> int:
     result = {
         "recipe": config.recipe, "image_size": config.image_size, "batch_size": batch, "threads": threads,
         "images": len(index), "source": "given" if options.images else "generated",
-        "mean_file_bytes": round(sum(file_bytes) / len(file_bytes)),
+        "mean_file_bytes": round(float(np.mean(file_bytes))),
         "mean_height": float(index.sizes[:, 0].mean()), "mean_width": float(index.sizes[:, 1].mean()),
         "batch_seconds": summary(seconds), "images_per_second": batch * len(seconds) / sum(seconds),
         "bad": len(loader.bad),

@@ -1,4 +1,5 @@
-"""The data path: which images (index), what happens to each (stream), the DALI graph that does it, batches (loader)."""
+"""The data path: which images there are (sources, headers, index), what happens to each (stream), the DALI graph that
+does it (graph), batches (loader)."""
 
 from pipeline.index import Index
 from pipeline.loader import Batch, Loader, TooManyBadFiles, evaluation_batches

@@ -1,4 +1,4 @@
-"""The DALI graph: a file is decoded once, and each view is one resize of a crop, one colour operation and a blur.
+"""The DALI graph: an image is decoded once, and each view is one resize of a crop, one colour operation and a blur.
 
 The same graph runs on the CPU (``device_id=None``) and, with "mixed" decoding, wholly on a GPU. It draws nothing
 itself: every parameter comes with the batch. Facts it relies on (DALI 2.4; the tests hold them):
@@ -14,6 +14,7 @@ itself: every parameter comes with the batch. Facts it relies on (DALI 2.4; the 
 """
 
 import dataclasses
+import errno
 import math
 
 import numpy as np
@@ -75,11 +76,12 @@ def feeds(view, sizes, drawn, number):
     return arrays
 
 
-def pipeline(source, views, *, image_size, batch_size, threads, device_id, arithmetic=None):
+def pipeline(source, views, *, image_size, batch_size, threads, device_id, files=True, arithmetic=None):
     """A DALI pipeline with one uint8 [B,H,W,3] output per view.
 
-    ``source()`` returns the next batch: a list of file names (uint8 arrays), then the ``feeds`` of every view; it
-    raises StopIteration at the end. ``arithmetic`` picks the form of the colour map that a GPU needs (default: there).
+    ``source()`` returns the next batch: a list of file names (uint8 arrays) or, without ``files``, of the files
+    themselves, then the ``feeds`` of every view; it raises StopIteration at the end. ``arithmetic`` picks the form of
+    the colour map that a GPU needs (default: there).
     """
     from nvidia.dali import fn, pipeline_def, types
     from nvidia.dali import math as dmath
@@ -96,10 +98,11 @@ def pipeline(source, views, *, image_size, batch_size, threads, device_id, arith
 
     @pipeline_def(batch_size=batch_size, num_threads=threads, device_id=device_id, enable_conditionals=True)
     def graph():
-        paths, *arrays = fn.external_source(source=source, num_outputs=inputs, batch=True)
+        encoded, *arrays = fn.external_source(source=source, num_outputs=inputs, batch=True)
         arrays = iter(arrays)
-        # Plain reads: a mapped file that shrinks while it is read kills the process.
-        decoded = decode(fn.io.file.read(paths, dont_use_mmap=True), gpu)
+        if files:  # plain reads: a mapped file that shrinks while it is read kills the process
+            encoded = fn.io.file.read(encoded, dont_use_mmap=True)
+        decoded = decode(encoded, gpu)
         outputs = []
         for view in views:
             start, end = next(arrays), next(arrays)
@@ -128,11 +131,16 @@ def decode(encoded, gpu):
     """The decoding operator: upright RGB, uint8 HWC."""
     from nvidia.dali import fn, types
 
-    return fn.decoders.image(encoded, device="mixed" if gpu else "cpu", output_type=types.RGB, adjust_orientation=True)
+    # All JPEGs to the decoding engines: an H100 decodes 15,150 images/s so, 8,650 with DALI's default of 0.65.
+    device = {"device": "mixed", "hw_decoder_load": 1.0} if gpu else {"device": "cpu"}
+    return fn.decoders.image(encoded, output_type=types.RGB, adjust_orientation=True, **device)
 
 
-def probe(paths, device_id):
-    """Decode each file alone, as the graph does: yields None for a good one, the reason for a bad one."""
+def probe(images, device_id):
+    """Decode each image alone, as the graph does: yields None for a good one, the reason for a bad one.
+
+    An image is its path, or a function that returns its file (uint8 [bytes]) or raises OSError.
+    """
     from nvidia.dali import fn, pipeline_def
 
     @pipeline_def(batch_size=1, num_threads=1, device_id=device_id, prefetch_queue_depth=1)
@@ -140,9 +148,9 @@ def probe(paths, device_id):
         return decode(fn.external_source(name="encoded", batch=True), device_id is not None)
 
     alone = graph()
-    for path in paths:
+    for image in images:
         try:
-            encoded = np.fromfile(path, np.uint8)
+            encoded = image() if callable(image) else np.fromfile(image, np.uint8)
         except OSError as error:
             yield error.strerror
             continue
@@ -152,6 +160,26 @@ def probe(paths, device_id):
             yield None if encoded.size else "empty file"
         except RuntimeError as error:
             alone = graph()  # nothing promises that a pipeline goes on after an error
-            said = str(error).rpartition("encountered:")[2].strip().splitlines()[0].rstrip(" :")
+            said = _cause(error)
             its_own = "decode" in said or "nvImageCodec failure" in said  # these say no more than that it failed
             yield "does not decode (truncated or corrupt)" if its_own else f"does not decode ({said})"
+
+
+def fetch(uri):
+    """The file behind a URI, as DALI reads it: uint8 [bytes]; OSError if it cannot be had."""
+    from nvidia.dali import fn, pipeline_def
+
+    @pipeline_def(batch_size=1, num_threads=1, device_id=None, prefetch_queue_depth=1)
+    def graph():
+        return fn.io.file.read(fn.external_source(name="name", batch=True), dont_use_mmap=True)
+
+    try:
+        (content,) = graph().run(name=[np.frombuffer(uri.encode(), np.uint8)])
+    except RuntimeError as error:
+        raise OSError(errno.EIO, _cause(error)) from None
+    return np.array(content.as_tensor())[0]
+
+
+def _cause(error):
+    """The line of a message of DALI that says what went wrong."""
+    return str(error).rpartition("encountered:")[2].strip().splitlines()[0].rstrip(" :")

@@ -1,7 +1,9 @@
 """Batches for training and evaluation, from an index through the DALI graph; bad files are replaced or skipped."""
 
 import collections
+import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 
@@ -9,7 +11,8 @@ import numpy as np
 import torch
 
 from pipeline import graph, stream
-from pipeline.index import Index, printable
+from pipeline.headers import printable
+from pipeline.index import Index
 
 _BAD_FLOOR = 20  # so many bad files are allowed however small the index is
 
@@ -146,46 +149,59 @@ def _decoded(index, plan, numbers, views, settings, device, found):
     gpu = device.type == "cuda"
     device_id = (torch.cuda.current_device() if device.index is None else device.index) if gpu else None
     retried = False
-    while True:
-        planned = collections.deque()  # what is in flight: (number, plan)
-        pipeline = graph.pipeline(_source(index, plan, numbers, planned), views, device_id=device_id, **settings)
+    with index.open() or contextlib.nullcontext() as shards:
         while True:
-            try:
-                outputs = pipeline.run(torch.cuda.current_stream(device) if gpu else None)
-            except StopIteration:
-                return
-            except RuntimeError as error:
-                number, failed = planned[0]
-                bad = _probe(index, failed.sample, device_id)
-                if not bad and retried:
-                    raise RuntimeError(f"batch {number} fails, but each of its files decodes alone: {error}") from error
-                found(bad)
-                numbers, retried = range(number, numbers.stop), not bad
-                break
-            retried = False
-            yield planned.popleft()[1], tuple(torch.from_dlpack(output.as_tensor()) for output in outputs)
+            planned = collections.deque()  # what is in flight: (number, plan)
+            source = _source(index, shards, plan, numbers, planned)
+            pipeline = graph.pipeline(source, views, device_id=device_id, files=shards is None, **settings)
+            while True:
+                try:
+                    outputs = pipeline.run(torch.cuda.current_stream(device) if gpu else None)
+                except StopIteration:
+                    return
+                except RuntimeError as error:
+                    number, failed = planned[0]
+                    bad = _probe(index, shards, failed.sample, device_id)
+                    if not bad and retried:
+                        said = f"batch {number} fails, but each of its images decodes alone: {error}"
+                        raise RuntimeError(said) from error
+                    found(bad)
+                    numbers, retried = range(number, numbers.stop), not bad
+                    break
+                retried = False
+                yield planned.popleft()[1], tuple(torch.from_dlpack(output.as_tensor()) for output in outputs)
 
 
-def _source(index, plan, numbers, planned):
+def _source(index, shards, plan, numbers, planned):
     """The function that feeds the graph: each call plans a number, notes it in ``planned`` and skips empty plans."""
     remaining = iter(numbers)
 
     def source():
         for number in remaining:
             current = plan(number)
-            if len(current.sample):
+            sample = current.sample.tolist()
+            if sample:
                 planned.append((number, current))
-                names = [np.frombuffer(os.fsencode(index.file(s)), np.uint8) for s in current.sample.tolist()]
-                return names, *current.feeds
+                if shards:
+                    return shards.batch(sample), *current.feeds
+                return [np.frombuffer(os.fsencode(index.file(s)), np.uint8) for s in sample], *current.feeds
         raise StopIteration
 
     return source
 
 
-def _probe(index, sample, device_id):
-    """{sample: reason} of the files that do not decode."""
-    reasons = graph.probe((index.file(s) for s in sample.tolist()), device_id)
-    return {s: reason for s, reason in zip(sample.tolist(), reasons, strict=True) if reason}
+def _probe(index, shards, sample, device_id):
+    """{sample: reason} of the images that do not decode."""
+
+    def image(s):
+        if shards:
+            return functools.partial(shards.read, s)
+        path = index.file(s)
+        return functools.partial(graph.fetch, path) if path.startswith("s3://") else path
+
+    sample = sample.tolist()
+    reasons = graph.probe(map(image, sample), device_id)
+    return {s: reason for s, reason in zip(sample, reasons, strict=True) if reason}
 
 
 def _to(array, device):

@@ -22,9 +22,10 @@ class Config:
     recipe: Literal["toy", "cifar-vit-t", "cifar-vit-s", "cifar-vit-b", "imagenet-vit-s", "imagenet-vit-b"] = "toy"
     """Where the defaults of all other options come from."""
     data: Path | None = None
-    """Folder of training images: one subfolder a class, or flat without classes. Default: a generated dataset."""
+    """Training images: a folder (one subfolder a class, or flat), a list of paths and labels, or tar shards. Default: a
+    generated dataset."""
     eval_data: Path | None = None
-    """Folder of labelled images with the same classes, for the k-NN accuracy at the end."""
+    """Labelled images with the same classes, for the k-NN accuracy at the end."""
     output: Path = Path("runs/pretrain")
     """Folder for checkpoints, metrics and the encoder; a run that is found there is continued."""
 

@@ -75,8 +75,8 @@ def open_data(config: Config, ranks: Ranks) -> tuple[Index, Index | None]:
         tests = Index.scan(evaluation, cache=cache / "eval.npz")
         unknown = sorted(set(tests.classes) - set(index.classes))
         if unknown or not tests.classes:
-            got = f"classes that are not in {training}: {', '.join(unknown[:5])}" if unknown else "no class folders"
-            raise ValueError(f"--eval-data {evaluation} has {got}; expected subfolders named as there")
+            got = f"classes that are not in {training}: {', '.join(unknown[:5])}" if unknown else "no labels"
+            raise ValueError(f"--eval-data {evaluation} has {got}; expected images labelled with the classes there")
         return index, tests
 
     return ranks.on_first(scan)

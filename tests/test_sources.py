@@ -1,0 +1,457 @@
+"""Lists and tar shards: what the index makes of them, and that batches from shards are those from the same files."""
+
+import io
+import itertools
+import os
+import tarfile
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import photo
+from PIL import Image
+
+from pipeline import Augmentation, Index, Loader, evaluation_batches
+from pipeline import index as index_module
+from pipeline.stream import replacement
+
+
+def jpeg(seed=0, height=40, width=50):
+    file = io.BytesIO()
+    photo(seed, height, width).save(file, "JPEG", quality=92)
+    return file.getvalue()
+
+
+def write_tar(path, members, format=tarfile.GNU_FORMAT):
+    """``members``: (name, content), or a TarInfo without content."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w", format=format) as tar:
+        for member in members:
+            if isinstance(member, tuple):
+                name, content = member
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+            else:
+                tar.addfile(member)
+
+
+def special(name, kind, target=""):
+    member = tarfile.TarInfo(name)
+    member.type, member.linkname = kind, target
+    return member
+
+
+def labelled(index):
+    """{path: class name}"""
+    return {p: index.classes[n] if n >= 0 else None for p, n in zip(index.paths, index.labels.tolist(), strict=True)}
+
+
+# ---- Lists
+
+
+def test_a_list_names_images_and_labels(tmp_path):
+    for name in ("b.jpg", "my photo.jpg", "sub/a.jpg", "no suffix"):
+        path = tmp_path / "data" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(jpeg(height=30))
+    (tmp_path / "data/text.dat").write_text("hello, I am text")
+    elsewhere = tmp_path / "elsewhere.jpg"
+    elsewhere.write_bytes(jpeg())
+    lines = [
+        "# a comment", "", "b.jpg 10", "sub/a.jpg 9\r", "my photo.jpg\tbig cat", "no suffix\t", f"{elsewhere} -1",
+        "../elsewhere.jpg big", "gone.jpg\tonly bad", "text.dat\t10", "sub\t9", "é.jpg",
+    ]  # fmt: skip
+    (tmp_path / "data/train.txt").write_text("\ufeff" + "\n".join(lines))
+    index = Index.scan(tmp_path / "data/train.txt", tmp_path / "cache.npz")
+    assert index.classes == ("-1", "9", "10", "big", "big cat", "only bad")
+    assert labelled(index) == {
+        "b.jpg": "10", "sub/a.jpg": "9", "my photo.jpg": "big cat", "no suffix": None, str(elsewhere): "-1",
+        "../elsewhere.jpg": "big",
+    }  # fmt: skip
+    assert index.sizes.tolist() == [[30, 50]] * 4 + [[40, 50]] * 2
+    assert index.rejected == {
+        "gone.jpg": "No such file or directory",
+        "sub": "not a regular file",
+        "text.dat": "not an image",
+        "é.jpg": "No such file or directory",
+    }
+    assert all(os.path.isfile(index.file(i)) for i in range(len(index)))
+    again = Index.scan(tmp_path / "data/train.txt", tmp_path / "cache.npz")
+    assert labelled(again) == labelled(index) and again.rejected == index.rejected and again.classes == index.classes
+    (tmp_path / "data/gone.jpg").write_bytes(jpeg())
+    assert "gone.jpg" in Index.scan(tmp_path / "data/train.txt", tmp_path / "cache.npz").paths
+
+
+def test_a_sorted_list_of_a_folder_is_that_folder(photos, tmp_path):
+    folder = Index.scan(photos)
+    lines = (f"{folder.file(i)}\t{folder.classes[folder.labels[i]]}\n" for i in range(len(folder)))
+    (tmp_path / "all.tsv").write_text("".join(lines))
+    assert_same_batches(folder, Index.scan(tmp_path / "all.tsv"))
+
+
+BAD_LINES = [
+    ("\tdog", r"line 2: no path before the label 'dog'; expected path<TAB>label"),
+    ("a\0b.jpg", "line 2: a NUL character; expected text in UTF-8"),
+    ("shard.tar dog", r"line 2: shard.tar is a tar; expected images"),
+    ("gs://bucket/a.jpg", r"line 2: got gs://bucket/a.jpg; expected a path, or an s3:// URI"),
+    ("s3://bucket/a.jpg dog", r"line 2: got 's3:.*'; expected uri<TAB>label<TAB>height<TAB>width, because nothing"),
+    ("s3://bucket/a.jpg\tdog\t30", r"line 2: got 's3:.*; expected uri<TAB>label<TAB>height<TAB>width"),
+    ("s3://bucket/a.jpg\tdog\t30\tmany", r"line 2: got 's3:.*; expected uri<TAB>label<TAB>height<TAB>width"),
+    ("s3://bucket/a.jpg\tdog\t0\t7", r"line 2: size 0x7: expected sides of 1"),
+]
+
+
+@pytest.mark.parametrize("line, message", BAD_LINES, ids=[repr(line) for line, _ in BAD_LINES])
+def test_a_line_that_cannot_be_parsed_is_named(tmp_path, line, message):
+    (tmp_path / "a.jpg").write_bytes(jpeg())
+    (tmp_path / "list.txt").write_text(f"a.jpg\n{line}\n")
+    with pytest.raises(ValueError, match=message) as caught:
+        Index.scan(tmp_path / "list.txt")
+    assert str(caught.value).startswith(str(tmp_path / "list.txt")) and "\n" not in str(caught.value)
+
+
+def test_s3_uris_are_taken_with_their_sizes(tmp_path):
+    (tmp_path / "a.jpg").write_bytes(jpeg())
+    (tmp_path / "list.txt").write_text("s3://bucket/my key.jpg\tdog\t300\t400\na.jpg cat\ns3://bucket/b.jpg\t\t5\t6\n")
+    index = Index.scan(tmp_path / "list.txt")
+    assert labelled(index) == {"s3://bucket/my key.jpg": "dog", "a.jpg": "cat", "s3://bucket/b.jpg": None}
+    assert index.sizes.tolist() == [[300, 400], [40, 50], [5, 6]]
+    assert [index.file(i) for i in range(3)] == ["s3://bucket/my key.jpg", f"{tmp_path}/a.jpg", "s3://bucket/b.jpg"]
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+    """A server on this machine that answers as S3 does, as far as DALI asks: {path: content}."""
+    content = {}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            data = content.get(self.path)
+            first, _, last = self.headers.get("Range", "bytes=0-999999").removeprefix("bytes=").partition("-")
+            part = (data or b"")[int(first) : int(last) + 1]
+            self.send_response(404 if data is None else 206 if "Range" in self.headers else 200)
+            self.send_header("Content-Length", str(len(part)))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(part)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
+            monkeypatch.setenv(name, "true")
+        yield content
+        server.shutdown()
+
+
+def test_s3_uris_are_read_by_dali(bucket, tmp_path):
+    """And what is not there, or does not decode, is left out. A stand-in: nothing here has seen a bucket."""
+    bucket |= {"/b/a%20b.jpg": jpeg(1), "/b/short.jpg": jpeg()[:200], "/b/c.jpg": jpeg(2)}
+    keys = ["a b.jpg", "gone.jpg", "short.jpg", "c.jpg"]
+    (tmp_path / "list.txt").write_text("".join(f"s3://b/{key}\tdog\t40\t50\n" for key in keys) + "c.jpg cat")
+    (tmp_path / "c.jpg").write_bytes(jpeg(2))
+    index = Index.scan(tmp_path / "list.txt")
+    load = loader(index, batch_size=2)
+    sample = torch.cat([batch.sample for batch in load.batches(0, 6)])
+    assert set(sample.tolist()) == {0, 3, 4}
+    assert "not found" in load.bad[1] and "does not decode" in load.bad[2] and len(load.bad) == 2
+    how = {"image_size": 24, "batch_size": 5, "device": torch.device("cpu"), "threads": 1}
+    ((images, sample, _),) = evaluation_batches(index, np.arange(5), **how)
+    assert sample.tolist() == [0, 3, 4] and torch.equal(images[1], images[2]) and not torch.equal(images[0], images[1])
+
+
+# ---- Shards: the index
+
+
+@pytest.mark.parametrize("format", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT], ids=["gnu", "pax"])
+def test_samples_of_shards(tmp_path, format):
+    """Grouped by key, labelled by .cls or .json, sorted, long names and all; what is odd is named with the reason."""
+    long = "é" * 90 + "/" + "n" * 120
+    write_tar(
+        tmp_path / "sub/b.tar",
+        [
+            ("z.jpg", jpeg(height=31)), ("a.PNG", jpeg(height=32)), ("./k.jpg", jpeg()), ("._k.jpg", b"x"),
+            ("a.cls", b"7"),
+        ],
+        format,
+    )  # fmt: skip
+    write_tar(
+        tmp_path / "a.tar",
+        [
+            special("folder", tarfile.DIRTYPE),
+            ("2.cls", b" 12\n"), ("1.jpg", jpeg()), ("2.jpg", jpeg()), ("1.json", b'{"label": 7, "cls": 3}'),
+            ("3.json", b'{"cls": "cat"}'), ("3.webp", jpeg()), ("4.json", b'{"caption": "x"}'), ("4.jpg", jpeg()),
+            (f"{long}.jpg", jpeg(height=33)), (f"{long}.cls", b"dog"), ("5.txt", b"x"), ("5.seg.png", b"x"),
+            ("6.cls", b"only bad"), ("6.jpg", b"no image"), ("7.jpg", jpeg()), ("7.json", b"[" * 10**5),
+            ("8.jpg", jpeg()), ("8.json", b'{"label": [1]}'), ("9.jpg", jpeg()), ("9.png", jpeg()),
+        ],
+        format,
+    )  # fmt: skip
+    index = Index.scan(tmp_path)
+    assert labelled(index) == {
+        "a.tar!1.jpg": "7", "a.tar!2.jpg": "12", "a.tar!3.webp": "cat", "a.tar!4.jpg": None, "a.tar!7.jpg": None,
+        "a.tar!8.jpg": None, "a.tar!9.jpg": None, f"a.tar!{long}.jpg": "dog", "sub/b.tar!./k.jpg": None,
+        "sub/b.tar!a.PNG": "7", "sub/b.tar!z.jpg": None,
+    }  # fmt: skip
+    assert index.paths == list(labelled(index)) and index.classes == ("7", "12", "cat", "dog", "only bad")
+    assert index.sizes[-4:].tolist() == [[33, 50], [40, 50], [32, 50], [31, 50]]
+    assert index.rejected == {
+        "a.tar!5.seg.png": "extension .seg.png, from the first dot of the name on; expected one dot",
+        "a.tar!6.jpg": "not an image",
+        "a.tar!7.json": "no label: nested too deeply",
+        "a.tar!8.json": "no label: it is a list; expected text or an integer",
+        "a.tar!9.png": "second image of a sample, of which .jpg is used",
+    }
+
+
+def test_hostile_members_do_no_harm(tmp_path, monkeypatch):
+    names = ["/etc/passwd.jpg", "../../up.jpg", "line\nbreak\x1b[2J.jpg", "a/../b.jpg", "\udcff.jpg"]
+    sparse, nul = special("sparse.jpg", tarfile.GNUTYPE_SPARSE), tarfile.TarInfo("x.jpg")
+    nul.pax_headers = {"path": "nul\0.jpg"}
+    write_tar(
+        tmp_path / "data/s.tar",
+        [
+            special("soft.jpg", tarfile.SYMTYPE, "/etc/passwd"), special("hard.jpg", tarfile.LNKTYPE, "up.jpg"),
+            special("pipe.jpg", tarfile.FIFOTYPE), special("zero", tarfile.CHRTYPE), sparse, ("empty.jpg", b""),
+            *((name, jpeg()) for name in names), ("good.jpg", jpeg()), ("soft2.jpg", jpeg()),
+            special("soft2.cls", tarfile.SYMTYPE, "/etc/hostname"), ("huge.jpg", jpeg()), ("huge.cls", b"x" * 2**21),
+        ],
+    )  # fmt: skip
+    write_tar(tmp_path / "data/t.tar", [nul, ("u.jpg", jpeg())], tarfile.PAX_FORMAT)
+    monkeypatch.chdir(tmp_path)
+    index = Index.scan("data/s.tar")
+    assert set(index.paths) == {f"s.tar!{name}" for name in [*names, "good.jpg", "huge.jpg", "soft2.jpg"]}
+    assert index.classes == () and index.rejected == {
+        "s.tar!empty.jpg": "empty file",
+        "s.tar!hard.jpg": "link inside a tar",
+        "s.tar!huge.cls": "no label: 2097152 bytes; expected at most 1048576",
+        "s.tar!pipe.jpg": "not a regular file",
+        "s.tar!soft.jpg": "link inside a tar",
+        "s.tar!soft2.cls": "no label: link inside a tar",
+        "s.tar!sparse.jpg": "sparse member",
+    }
+    both = Index.scan(tmp_path / "data", tmp_path / "cache.npz")
+    assert both.rejected["t.tar!nul\0.jpg"] == "NUL in the name" and both.paths[-1] == "t.tar!u.jpg"
+    assert Index.scan(tmp_path / "data", tmp_path / "cache.npz").paths == both.paths
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["cache.npz", "data", "s.tar", "t.tar"], "nothing is unpacked"
+
+
+def test_a_damaged_shard_gives_what_lies_before_the_damage(tmp_path):
+    write_tar(tmp_path / "whole.tar", [(f"{i}.jpg", jpeg(i)) for i in range(4)])
+    whole = (tmp_path / "whole.tar").read_bytes()
+    places = Index.scan(tmp_path / "whole.tar").places
+    third, fourth = places[2:, 1].tolist()  # where their data begin, 512 bytes after their headers
+    cases = [  # content, usable samples, what is said
+        (whole[: third + 10], 2, "ends within 2.jpg"),
+        (whole[: third + int(places[2, 2])], 3, "unexpected end of data"),
+        (whole[: third - 512], 2, "no end mark"),
+        (whole[: third - 100], 2, "no header at byte"),
+        (whole[: third - 512] + b"\xff" * 512 + whole[third:], 2, "no header at byte"),
+        (whole[: third - 512] + bytes(512) + whole[third:], 2, "no header at byte"),
+        (whole[: fourth - 512] + bytes(4 << 20), 3, "no header at byte"),
+        (whole + whole, 4, "no header at byte"),
+        (b"", 0, "empty file"),
+        (whole[:300], 0, "truncated header"),
+        (b"\x1f\x8b" + whole, 0, "compressed: expected plain .tar files"),
+    ]
+    header = bytearray(whole[third - 512 : third])
+    header[124:136] = b"\xff" * 12  # a negative size, as base 256
+    header[148:156] = b"%06o\0 " % sum(header[:148] + b" " * 8 + header[156:])
+    cases.append((whole[: third - 512] + header + whole[third:], 2, "impossible size"))
+    for content, usable, said in cases:
+        (tmp_path / "data").mkdir(exist_ok=True)
+        (tmp_path / "data/a.tar").write_bytes(content)
+        write_tar(tmp_path / "data/b.tar", [("0.jpg", jpeg())])
+        index = Index.scan(tmp_path / "data")
+        assert index.paths == [*(f"a.tar!{i}.jpg" for i in range(usable)), "b.tar!0.jpg"], said
+        assert list(index.rejected) == ["a.tar"] and said in index.rejected["a.tar"], index.rejected
+
+
+def test_patterns_name_shards(tmp_path):
+    for i in range(8, 12):
+        write_tar(tmp_path / f"d{i % 2}/s-{i:03}.tar", [("a.jpg", jpeg())])
+    write_tar(tmp_path / "s-{0..1}.tar", [("a.jpg", jpeg())])
+    assert Index.scan(f"{tmp_path}/d0/s-{{008..008}}.tar").paths == ["s-008.tar!a.jpg"]
+    assert len(Index.scan(tmp_path / "s-{0..1}.tar")) == 1, "a file of that very name"
+    for i in range(8, 12):
+        write_tar(tmp_path / f"d{(i + 1) % 2}/s-{i:03}.tar", [("a.jpg", jpeg())])
+    index = Index.scan(tmp_path / "d{0..1}/s-{008..011}.tar")
+    assert index.paths == [f"d{d}/s-{i:03}.tar!a.jpg" for d in range(2) for i in range(8, 12)]
+    with pytest.raises(FileNotFoundError, match=r"2 of 6 files are missing, first: s-012.tar; expected all"):
+        Index.scan(tmp_path / "d0/s-{008..013}.tar")
+    with pytest.raises(ValueError, match=r"\{9\.\.8\} does not count up"):
+        Index.scan(tmp_path / "d0/s-{9..8}.tar")
+
+
+def test_the_cache_of_shards_is_used_until_a_shard_changes(tmp_path, monkeypatch):
+    root, cache, scans = tmp_path / "data", tmp_path / "cache.npz", []
+    read = index_module._read_headers
+    monkeypatch.setattr(index_module, "_read_headers", lambda *args: scans.append(1) or read(*args))
+    write_tar(root / "a.tar", [("0.jpg", jpeg()), ("0.cls", b"dog"), ("1.jpg", b"bad"), ("\udcff.jpg", jpeg())])
+    first, again = Index.scan(root, cache), Index.scan(root, cache)
+    assert len(scans) == 1
+    assert labelled(again) == labelled(first) == {"a.tar!0.jpg": "dog", "a.tar!\udcff.jpg": None}
+    assert again.fingerprint == first.fingerprint and again.rejected == first.rejected
+    assert np.array_equal(again.places, first.places) and again.shards == first.shards == ("a.tar",)
+    with again.open() as shards:
+        assert shards.read(0).tobytes() == jpeg()
+    os.utime(root / "a.tar", ns=(1, 1))
+    Index.scan(root, cache)
+    write_tar(root / "b.tar", [("0.jpg", jpeg())])
+    assert len(Index.scan(root, cache)) == 3 and len(scans) == 3
+    monkeypatch.setattr(index_module, "_PARALLEL", 0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    apart = Index.scan(root)
+    assert len(scans) == 3 and apart.fingerprint == Index.scan(root, cache).fingerprint, "by worker processes"
+
+
+def test_errors_are_one_clear_line(tmp_path):
+    write_tar(tmp_path / "both/a.tar", [("a.jpg", jpeg())])
+    for name in ("both/1.jpg", "both/sub/2.png", "images/1.jpg", "images/backup.tar.gz", "packed/a.tar.xz", "a.tgz"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(jpeg() if name.endswith(("jpg", "png")) else b"\x1f\x8b")
+    write_tar(tmp_path / "no images.tar", [("a.cls", b"1"), ("a.jpg", b"\0")])
+    (tmp_path / "empty.txt").write_text("# nothing\n")
+    os.mkfifo(tmp_path / "pipe.tar")
+    cases = [
+        ("both", r"holds 1 tar files and 2 images outside of them; expected one or the other"),
+        ("packed", r"holds 1 compressed files, first: a.tar.xz; expected plain .tar files"),
+        ("a.tgz", r"a.tgz is compressed: expected plain .tar files"),
+        ("no images.tar", r"no usable image in .*no images.tar \(1 files rejected, first: .*tar!a.jpg: not an image\)"),
+        ("empty.txt", r"no usable image in .*empty.txt; expected JPEG"),
+        ("pipe.tar", r"is a file: expected a folder of images"),
+        ("gone.tar", r"no file .*gone.tar: expected a folder of images"),
+    ]
+    for name, message in cases:
+        with pytest.raises((ValueError, OSError), match=message) as caught:
+            Index.scan(tmp_path / name)
+        assert "\n" not in str(caught.value)
+    assert len(Index.scan(tmp_path / "images")) == 1, "among images a compressed tar is a file like any other"
+    for root in ("s3://bucket/shards", "s3://bucket/a-{0..9}.tar", Path("s3://bucket/shards")):
+        with pytest.raises(ValueError, match=r"nothing here can list or open a bucket; expected local data, or a list"):
+            Index.scan(root)
+
+
+# ---- Shards: batches
+
+
+@pytest.fixture
+def shards(photos, tmp_path):
+    """The 48 photos in three shards, numbered as in the folder: 0 to 19, 20 to 39, 40 to 47."""
+    folder = Index.scan(photos)
+    for first in range(0, len(folder), 20):
+        members = []
+        for i in range(first, min(first + 20, len(folder))):
+            with open(folder.file(i), "rb") as file:
+                members.append((folder.paths[i], file.read()))
+            members.append((folder.paths[i].replace(".jpg", ".cls"), folder.classes[folder.labels[i]].encode()))
+        write_tar(tmp_path / f"shards/{first:02}.tar", members[::-1])
+    return tmp_path / "shards"
+
+
+def loader(index, **options):
+    settings = {"image_size": 24, "batch_size": 12, "seed": 7, "device": torch.device("cpu"), "threads": 2}
+    return Loader(index, Augmentation(), **(settings | options))
+
+
+def tensors(batch):
+    return (*batch.views, batch.boxes, batch.flips, batch.sample, batch.label)
+
+
+def assert_same_batches(folder, index, **options):
+    assert len(folder) == len(index) and folder.classes == index.classes
+    for expected, got in zip(loader(folder).batches(0, 6), loader(index, **options).batches(0, 6), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(tensors(expected), tensors(got), strict=True))
+
+
+def test_shards_give_the_batches_of_the_folder(photos, shards, monkeypatch):
+    folder, index = Index.scan(photos), Index.scan(shards)
+    assert [p.partition("!")[2] for p in index.paths] == folder.paths
+    before = len(os.listdir("/proc/self/fd"))
+    assert_same_batches(folder, index)
+    assert_same_batches(folder, index, threads=1)
+    how = {"image_size": 24, "batch_size": 7, "device": torch.device("cpu"), "threads": 1}
+    samples = np.arange(48)[::-1]
+    pairs = [evaluation_batches(i, samples, **how) for i in (folder, index)]
+    for expected, got in zip(*pairs, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    monkeypatch.setattr("pipeline.sources._OPEN", 1)  # shards are closed while other threads read
+    assert_same_batches(folder, index)
+    assert len(os.listdir("/proc/self/fd")) <= before, "every descriptor is closed"
+
+
+def test_a_start_within_and_ranks_change_nothing(shards):
+    index = Index.scan(shards)
+    whole = list(loader(index).batches(0, 6))
+    parts = [loader(index, rank=r, ranks=2).batches(3, 6) for r in range(2)]
+    for expected, *slices in zip(whole[3:], *parts, strict=True):
+        joined = [torch.cat(t) for t in zip(*(tensors(s) for s in slices), strict=True)]
+        assert all(torch.equal(a, b) for a, b in zip(tensors(expected), joined, strict=True))
+
+
+def test_members_that_go_bad_are_replaced_and_named(shards):
+    index = Index.scan(shards)
+    clean = list(loader(index).batches(0, 8))
+    bad = {3: "does not decode (truncated or corrupt)"}
+    shard, offset, length = index.places[3].tolist()
+    with open(shards / index.shards[shard], "r+b") as file:
+        file.seek(offset + length // 2)
+        file.write(bytes(length - length // 2))
+    (shards / "40.tar").unlink()
+    bad |= dict.fromkeys(range(40, 48), "No such file or directory")
+    os.truncate(shards / "20.tar", int(index.places[37, 1] + 100))  # members are in reverse order
+    bad |= dict.fromkeys(range(20, 38), "the shard ends before the image does")
+
+    load = loader(index, max_bad=0.9)
+    got = list(load.batches(0, 8))
+    assert load.bad == bad
+    assert index.paths[3] == "00.tar!a/09.jpg"
+    for number, (before, after) in enumerate(zip(clean, got, strict=True)):
+        for i, s in enumerate(before.sample.tolist()):
+            if s in bad:
+                candidates = (replacement(s, k, 48, 7, number // 4) for k in itertools.count())
+                s = next(c for c in candidates if c not in bad)
+            else:
+                assert all(torch.equal(a[i], b[i]) for a, b in zip(tensors(before), tensors(after), strict=True))
+            assert after.sample[i] == s
+    how = {"image_size": 24, "batch_size": 7, "device": torch.device("cpu"), "threads": 1}
+    seen = [s for _, sample, _ in evaluation_batches(index, np.arange(48), **how) for s in sample.tolist()]
+    assert seen == [s for s in range(48) if s not in bad]
+    with pytest.raises(ValueError, match=r"2\d of 48 images in .* do not decode, at most 20 may: .*\.tar!\w/\d\d.jpg"):
+        list(loader(index).batches(0, 4))
+
+
+def test_other_formats_are_read_from_shards(tmp_path):
+    """Turned upright, with the header anywhere: the directory of a TIFF lies at its end."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    members = []
+    for suffix in ("jpg", "png", "webp", "tiff", "bmp", "ppm"):
+        file = io.BytesIO()
+        photo(0, 40, 60).save(file, "JPEG" if suffix == "jpg" else suffix, exif=exif)
+        members.append((f"{suffix}.{suffix}", file.getvalue()))
+    write_tar(tmp_path / "a.tar", members)
+    index = Index.scan(tmp_path / "a.tar")
+    assert index.paths == [f"a.tar!{s}.{s}" for s in ("bmp", "jpg", "png", "ppm", "tiff", "webp")]
+    assert index.sizes.tolist() == [[60, 40] if s not in (0, 3) else [40, 60] for s in range(6)], "BMP, PPM: no EXIF"
+    how = {"image_size": 24, "batch_size": 6, "device": torch.device("cpu"), "threads": 1}
+    ((_, sample, _),) = evaluation_batches(index, np.arange(6), **how)
+    assert sample.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.gpu
+def test_a_gpu_takes_the_files_of_shards(photos, shards):
+    on_gpu = {"device": torch.device("cuda")}
+    pairs = [loader(Index.scan(root), **on_gpu).batches(0, 4) for root in (photos, shards)]
+    for expected, got in zip(*pairs, strict=True):
+        for one, other in zip(tensors(expected), tensors(got), strict=True):
+            assert other.is_cuda and (one.float() - other.float()).abs().mean() < 0.1
