@@ -10,6 +10,7 @@ import sys
 
 from model import export_encoder
 from pipeline import Index, Loader, TooManyBadFiles
+from pipeline.index import printable
 from run import knn
 from run.progress import Report
 from run.ranks import Ranks
@@ -34,12 +35,13 @@ def main(arguments: list[str]) -> None:
         config = parse(arguments)
         _, grid, keep = plan_patches(config)
         ranks = Ranks.join(config.device)
-        index, evaluation = open_data(config, ranks)
+        index, bad, evaluation = open_data(config, ranks)
         threads = config.threads or ranks.default_threads()
         loader = Loader(
             index, config.augmentation, image_size=config.image_size, batch_size=config.batch_size, seed=config.seed,
-            device=ranks.device, threads=threads, rank=ranks.rank, ranks=ranks.count,
+            device=ranks.device, threads=threads, rank=ranks.rank, ranks=ranks.count, max_bad=config.max_bad,
         )  # fmt: skip
+        loader.bad.update(bad)
         state = open_output(config, index, ranks)
     except (ValueError, OSError) as error:
         if os.environ.get("RANK", "0") == "0":
@@ -69,16 +71,20 @@ def main(arguments: list[str]) -> None:
             + (f"steps {start + 1} to {steps}" if start < steps else f"all {start} steps are done")
         )
         step = start
-        for batch in report.waiting_for(loader.batches(start // groups, -(-steps // groups))):
-            chosen = training.sample(batch, step // steps_per_epoch)  # [2, B, R, K]
-            # The patches that one group leaves over are the views of the next. A run may have stopped between two.
-            for group in range(step % groups, min(groups, steps - step // groups * groups)):
-                epoch = step / steps_per_epoch  # passes over the images, as the schedules count
-                loss, similarity = training.step(batch.views, chosen[:, :, group], epoch)
-                step += 1
-                report.step(step, loss, similarity, learning_rate(config, epoch))
-                if step % config.checkpoint_every == 0 or step == steps:
-                    save(config, index, loader, ranks, step, parts)
+        try:
+            for batch in report.waiting_for(loader.batches(start // groups, -(-steps // groups))):
+                chosen = training.sample(batch, step // steps_per_epoch)  # [2, B, R, K]
+                # The patches that one group leaves over are the views of the next. A run may have stopped between two.
+                for group in range(step % groups, min(groups, steps - step // groups * groups)):
+                    epoch = step / steps_per_epoch  # passes over the images, as the schedules count
+                    loss, similarity = training.step(batch.views, chosen[:, :, group], epoch)
+                    step += 1
+                    report.step(step, loss, similarity, learning_rate(config, epoch))
+                    if step % config.checkpoint_every == 0 or step == steps:
+                        save(config, index, loader, ranks, step, parts)
+        finally:  # also where there are too many
+            if ranks.first:
+                write_rejected(config.output, index, loader.bad)
         report.say(summarise_rejected(index, loader.bad, config.output))
     ranks.leave()
     if ranks.first:
@@ -114,6 +120,9 @@ def finish(
             report.say(f"no k-NN accuracy: {error}")
         else:
             report.record({"step": step, **scores})
+            if bad := scores.pop("knn_bad"):
+                named = "; ".join(f"{printable(path)}: {reason}" for path, reason in list(bad.items())[:10])
+                report.say(f"left out {len(bad):,} images of the k-NN accuracy: {named}")
             report.say(
                 f"k-NN accuracy on {scores['knn_queries']:,} of {len(evaluation):,} images, {scores['knn_bank']:,} as "
                 f"the bank: {scores['knn_trained']:.1f} % trained, {scores['knn_untrained']:.1f} % untrained"
@@ -130,6 +139,6 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except TooManyBadFiles as error:
-        sys.exit(f"train.py: {error}")
+        sys.exit(f"train.py: {error}; all of them are in rejected.jsonl. Repair the data or raise --max-bad")
     except KeyboardInterrupt:
         sys.exit("train.py: interrupted; the same command goes on from the last checkpoint")

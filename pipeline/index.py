@@ -56,6 +56,31 @@ class Index:
         digest.update(self.sizes.astype("<i4").tobytes())
         return digest.hexdigest()
 
+    def keep(self, path: Path) -> None:
+        """Write the index to a file, for ``kept``."""
+        _save(path, "", self)
+
+    @staticmethod
+    def kept(path: Path, root: Path) -> "Index | None":
+        """The index that ``keep`` wrote, with its images below ``root``; None if there is none."""
+        return _load(path, "", root)
+
+    def changes(self, now: "Index") -> dict[str, list[str]]:
+        """What is different in a later index: paths that are "gone", that are "new", and that are "changed" (class,
+        size, or place in a shard)."""
+        mine, theirs = self._described(), now._described()
+        return {
+            "gone": [path for path in mine if path not in theirs],
+            "new": [path for path in theirs if path not in mine],
+            "changed": [path for path, what in mine.items() if path in theirs and theirs[path] != what],
+        }
+
+    def _described(self):
+        names = [*self.classes, None]  # label -1 is the last
+        places = self.places[:, 1:].tolist() if self.shards else [None] * len(self)
+        rows = zip(self.paths, self.labels.tolist(), self.sizes.tolist(), places, strict=True)
+        return {path: (names[label], size, place) for path, label, size, place in rows}
+
     @classmethod
     def scan(cls, root, cache: Path | None = None) -> "Index":
         """Index what ``root`` names:

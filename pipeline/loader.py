@@ -14,7 +14,12 @@ from pipeline import graph, stream
 from pipeline.headers import printable
 from pipeline.index import Index
 
-_BAD_FLOOR = 20  # so many bad files are allowed however small the index is
+_BAD_FLOOR = 20  # so many bad files are allowed however few there are
+
+
+def bad_limit(files: int, share: float) -> int:
+    """How many of so many files may be bad before a run stops."""
+    return max(_BAD_FLOOR, int(share * files))
 
 
 @dataclasses.dataclass
@@ -101,7 +106,7 @@ class Loader:
     def _found(self, bad):
         """Note bad samples {sample: reason}; TooManyBadFiles when there are."""
         self.bad.update(bad)
-        limit = min(max(_BAD_FLOOR, int(self.max_bad * len(self.index))), len(self.index) - 1)
+        limit = min(bad_limit(len(self.index), self.max_bad), len(self.index) - 1)
         if len(self.bad) > limit:
             named = "; ".join(
                 f"{printable(self.index.paths[s])}: {reason}" for s, reason in itertools.islice(self.bad.items(), 5)
@@ -110,14 +115,18 @@ class Loader:
             raise TooManyBadFiles(f"{share} do not decode, at most {limit} may: {named}")
 
 
-def evaluation_batches(index: Index, samples: np.ndarray, *, image_size: int, batch_size: int, device, threads: int):
+def evaluation_batches(
+    index: Index, samples: np.ndarray, *, image_size: int, batch_size: int, device, threads: int,
+    bad: dict[int, str] | None = None,
+):  # fmt: skip
     """Yield (images uint8 [b,S,S,3], sample int64 [b], label int64 [b]) on the device, every sample once and in order.
 
     The shorter side is resized to 8/7 of S and the centre cut out; below 64 pixels, where images are as small as that
     themselves, the whole image is resized to S x S. The last batch may be smaller; files that do not decode are left
-    out.
+    out and noted in ``bad`` {sample: reason}.
     """
-    samples, device, bad = np.asarray(samples, np.int64), torch.device(device), {}
+    samples, device = np.asarray(samples, np.int64), torch.device(device)
+    bad = {} if bad is None else bad
 
     def plan(number):
         sample = samples[number * batch_size : (number + 1) * batch_size]

@@ -19,17 +19,18 @@ def subset(index: Index, size: int) -> np.ndarray:
 
 
 @torch.inference_mode()
-def features(encoders: Sequence, index: Index, samples: np.ndarray, *, mean, std, device, threads: int):
+def features(encoders: Sequence, index: Index, samples: np.ndarray, *, mean, std, device, threads: int, bad=None):
     """Normalised features of whole images, one float32 [n, D] per encoder, and their labels int64 [n], on the device.
 
-    Each image is decoded once for all encoders; those that cannot be decoded are left out, ValueError if none can.
+    Each image is decoded once for all encoders; those that cannot be decoded are left out and noted in ``bad`` {sample:
+    reason}, ValueError if none can.
     """
     height, width = encoders[0].patch_embed.grid_size
     patch = encoders[0].patch_embed.patch_size[0]
     found: list[list[Tensor]] = [[] for _ in encoders]
     labels = []
     batches = evaluation_batches(
-        index, samples, image_size=height * patch, batch_size=64, device=device, threads=threads
+        index, samples, image_size=height * patch, batch_size=64, device=device, threads=threads, bad=bad
     )
     half = device.type == "cuda"
     for images, _, label in batches:
@@ -67,14 +68,17 @@ def compare(encoders: dict[str, nn.Module], index: Index, evaluation: Index, *, 
     """k-NN accuracy of several encoders on the same images.
 
     ``queries`` images of ``evaluation`` are asked against ``bank`` images of ``index``. ``how``: the further
-    arguments of ``features``. Classes are matched by their names.
+    arguments of ``features``. Classes are matched by their names. Images that do not decode are left out: "knn_bad"
+    names them.
     """
-    networks = [encoder.eval() for encoder in encoders.values()]
-    known, known_labels = features(networks, index, subset(index, bank), **how)
-    asked, labels = features(networks, evaluation, subset(evaluation, queries), **how)
+    networks, bad, bad_queries = [encoder.eval() for encoder in encoders.values()], {}, {}
+    known, known_labels = features(networks, index, subset(index, bank), bad=bad, **how)
+    asked, labels = features(networks, evaluation, subset(evaluation, queries), bad=bad_queries, **how)
     number = {name: position for position, name in enumerate(index.classes)}
     translated = torch.tensor([number[name] for name in evaluation.classes], device=labels.device)
     scores = {"knn_bank": len(known_labels), "knn_queries": len(labels)}
     for name, rows, candidates in zip(encoders, known, asked, strict=True):
         scores[f"knn_{name}"] = accuracy(rows, known_labels, candidates, translated[labels])
+    named = [(index.file(i), reason) for i, reason in bad.items()]
+    scores["knn_bad"] = dict(named + [(evaluation.file(i), reason) for i, reason in bad_queries.items()])
     return scores

@@ -41,8 +41,11 @@ class Config:
     """Threads of the input path per rank; 0 divides the cores among the ranks of this machine."""
     seed: int = 0
     """Any 64-bit integer: initial weights, order, augmentation and patches follow from it."""
-    resume: Literal["auto", "never"] = "auto"
-    """auto: continue a run found in the output folder. never: refuse a folder that holds one."""
+    resume: Literal["auto", "never", "changed"] = "auto"
+    """auto: continue a run found in the output folder. never: refuse a folder that holds one. changed: continue it also
+    where the images are not the same any more: without those that are gone or changed, and without new ones."""
+    max_bad: float = 0.05
+    """Share of the files that may be unusable (20 files, if that is more) before a run stops."""
     checkpoint_every: int = 500
     """Optimizer steps between checkpoints."""
     log_every: int = 20
@@ -118,6 +121,7 @@ class Config:
             self.batch_size >= 2, self, "batch_size", "2 or more: a contrastive loss needs something to contrast with"
         )
         _check(self.max_steps is None or self.max_steps > 0, self, "max_steps", "more than 0")
+        _check(0 <= self.max_bad <= 1, self, "max_bad", "a share from 0 to 1")
         _check(0 < self.keep_ratio <= 1, self, "keep_ratio", "a share above 0 and up to 1")
         _check(0 <= self.clip_momentum < 1, self, "clip_momentum", "0 up to, not including, 1")
         _check(self.ema is None or 0 <= self.ema <= 1, self, "ema", "a coefficient from 0 to 1, or None")
@@ -140,8 +144,8 @@ def _check(right: bool, config: Config, name: str, expected: str) -> None:
 # Nothing that the trained weights depend on: a run may be continued with other values of these. (That the images are
 # the same is held by their fingerprint, wherever they lie.)
 FREE_ON_RESUME = (
-    "data", "eval_data", "output", "max_steps", "device", "threads", "resume", "checkpoint_every", "log_every",
-    "knn_images",
+    "data", "eval_data", "output", "max_steps", "device", "threads", "resume", "max_bad", "checkpoint_every",
+    "log_every", "knn_images",
 )  # fmt: skip
 
 _CIFAR = dict(

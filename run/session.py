@@ -14,6 +14,7 @@ from kernels.reference import MAX_PATCHES
 from model import create_encoder, patch_grid, timm_arguments
 from pipeline import Index, Loader
 from pipeline.index import printable
+from pipeline.loader import bad_limit
 from pipeline.toy import make_toy
 
 from . import checkpoint
@@ -22,6 +23,7 @@ from .recipes import FREE_ON_RESUME, Config
 
 # The embedded dataset: generated once, then shared by all runs of a checkout.
 TOY = Path(__file__).resolve().parent.parent / "runs" / "toy-data"
+KEPT = "run.npz"  # in the folder index: the index that the run was begun with
 OURS = ("checkpoints", "metrics.jsonl", "rejected.jsonl", "encoder.safetensors", "encoder.json")  # beside config.json
 
 
@@ -59,27 +61,47 @@ def plan_patches(config: Config) -> tuple[int, tuple[int, int], int]:
     return patch, grid, keep
 
 
-def open_data(config: Config, ranks: Ranks) -> tuple[Index, Index | None]:
-    """Index of the training images and, where given, of the evaluation images, the same on all ranks."""
+def open_data(config: Config, ranks: Ranks) -> tuple[Index, dict[int, str], Index | None]:
+    """Index of the training images, its samples that are known to be bad, and, where given, the index of the evaluation
+    images; the same on all ranks. ValueError if more than ``max_bad`` of the files are no images."""
 
-    def scan() -> tuple[Index, Index | None]:
+    def scan() -> tuple[Index, dict[int, str], Index | None]:
         if config.output.exists() and not config.output.is_dir():
             raise ValueError(f"--output {config.output} is a file; expected a folder")
         training, evaluation = config.data, config.eval_data
         if training is None:
             training, evaluation = make_toy(TOY)
         cache = config.output / "index"
-        index = Index.scan(training, cache=cache / "train.npz")
+        index, bad = Index.scan(training, cache=cache / "train.npz"), {}
+        kept = Index.kept(cache / KEPT, index.root) if config.resume == "changed" else None
+        if kept is not None:
+            changes = kept.changes(index)
+            lost = set(changes["gone"] + changes["changed"])
+            bad = {i: "not the file that it was" for i, path in enumerate(kept.paths) if path in lost}
+            index = kept
+        _check_share(config, training, index, bad)
         if evaluation is None:
-            return index, None
+            return index, bad, None
         tests = Index.scan(evaluation, cache=cache / "eval.npz")
         unknown = sorted(set(tests.classes) - set(index.classes))
         if unknown or not tests.classes:
             got = f"classes that are not in {training}: {', '.join(unknown[:5])}" if unknown else "no labels"
             raise ValueError(f"--eval-data {evaluation} has {got}; expected images labelled with the classes there")
-        return index, tests
+        return index, bad, tests
 
     return ranks.on_first(scan)
+
+
+def _check_share(config: Config, data: Path, index: Index, bad: dict[int, str]) -> None:
+    reasons = _reasons(index, bad)
+    files = len(index) + len(index.rejected)
+    limit = bad_limit(files, config.max_bad)
+    if len(reasons) > limit:
+        named = "; ".join(f"{printable(path)}: {reason}" for path, reason in reasons[:5])
+        raise ValueError(
+            f"--data {data}: {len(reasons):,} of {files:,} files cannot be used, at most {limit:,} may "
+            f"(--max-bad {config.max_bad}); expected other data or a larger --max-bad. The first: {named}"
+        )
 
 
 def open_output(config: Config, index: Index, ranks: Ranks) -> dict[str, Any] | None:
@@ -92,13 +114,15 @@ def open_output(config: Config, index: Index, ranks: Ranks) -> dict[str, Any] | 
         described = _describe(config, index)
         path = config.output / "config.json"
         if path.exists():
-            _check_same_run(path, described, config)
+            _check_same_run(path, described, config, index)
         elif there := [name for name in OURS if (config.output / name).exists()]:
             raise ValueError(
                 f"--output {config.output} holds {there[0]} but no config.json, so it is not known which run that is; "
                 "expected another folder, or its removal"
             )
         config.output.mkdir(parents=True, exist_ok=True)
+        if not (config.output / "index" / KEPT).exists():
+            index.keep(config.output / "index" / KEPT)
         checkpoint.write_atomically(path, (json.dumps(described, indent=2) + "\n").encode())
         return checkpoint.newest(config.output / "checkpoints")
 
@@ -127,14 +151,19 @@ def restore(state: dict[str, Any], loader: Loader, parts: dict[str, Any]) -> Non
 
 def write_rejected(output: Path, index: Index, bad: dict[int, str]) -> None:
     """``rejected.jsonl``: one line for each file that is not trained on, with the reason."""
-    rejected = index.rejected | {index.paths[sample]: reason for sample, reason in bad.items()}
-    lines = (json.dumps({"path": path, "reason": reason}) + "\n" for path, reason in sorted(rejected.items()))
+    rejected = sorted(_reasons(index, bad))
+    lines = (json.dumps({"path": path, "reason": reason}) + "\n" for path, reason in rejected)
     checkpoint.write_atomically(output / "rejected.jsonl", "".join(lines).encode())
+
+
+def _reasons(index: Index, bad: dict[int, str]) -> list[tuple[str, str]]:
+    """(path, reason) of every file that is left out."""
+    return list(index.rejected.items()) + [(index.paths[sample], reason) for sample, reason in bad.items()]
 
 
 def summarise_rejected(index: Index, bad: dict[int, str], output: Path) -> str:
     """One line for the screen, or nothing where nothing was left out."""
-    reasons = list(index.rejected.items()) + [(index.paths[sample], reason) for sample, reason in bad.items()]
+    reasons = _reasons(index, bad)
     if not reasons:
         return ""
     shown = "; ".join(f"{printable(path)}: {reason}" for path, reason in reasons[:10])
@@ -159,7 +188,7 @@ def _describe(config: Config, index: Index) -> dict[str, Any]:
     }
 
 
-def _check_same_run(path: Path, now: dict[str, Any], config: Config) -> None:
+def _check_same_run(path: Path, now: dict[str, Any], config: Config, index: Index) -> None:
     output = config.output
     try:
         stored = json.loads(path.read_text())
@@ -181,7 +210,13 @@ def _check_same_run(path: Path, now: dict[str, Any], config: Config) -> None:
             f"{output} holds another run ({'; '.join(changed)}); expected the same options or another --output"
         )
     if data != now["data"]:
+        kept = Index.kept(output / "index" / KEPT, index.root)
+        what = f"{images:,} images there, {now['data']['images']:,} now"
+        if kept is not None:
+            named = {kind: paths for kind, paths in kept.changes(index).items() if paths}
+            parts = (f"{len(paths):,} {kind} ({printable(paths[0])})" for kind, paths in named.items())
+            what = ", ".join([what, *parts])
         raise ValueError(
-            f"{output} holds a run on other images ({images:,} there, {now['data']['images']:,} now, "
-            "or other names, labels or sizes); expected the same --data or another --output"
+            f"{output} holds a run on other images ({what}); expected the same --data, another --output, or --resume "
+            "changed to go on without what is gone, changed or new"
         )
