@@ -77,9 +77,9 @@ def main(arguments: list[str]) -> None:
                 # The patches that one group leaves over are the views of the next. A run may have stopped between two.
                 for group in range(step % groups, min(groups, steps - step // groups * groups)):
                     epoch = step / steps_per_epoch  # passes over the images, as the schedules count
-                    loss, similarity = training.step(batch.views, chosen[:, :, group], epoch)
+                    loss, similarity, finite = training.step(batch.views, chosen[:, :, group], epoch)
                     step += 1
-                    report.step(step, loss, similarity, learning_rate(config, epoch))
+                    report.step(step, loss, similarity, finite, learning_rate(config, epoch))
                     if step % config.checkpoint_every == 0 or step == steps:
                         save(config, index, loader, ranks, step, parts)
         finally:  # also where there are too many

@@ -3,12 +3,13 @@
 from .clip import AdaptiveClip, clip_units
 from .encoder import create_encoder, encode, patch_grid, timm_arguments
 from .export import export_encoder
+from .flat import FlatParameters
 from .heads import KeyNetwork, QueryNetwork
 from .loss import contrastive_loss
-from .momentum import update_momentum
 
 __all__ = [
     "AdaptiveClip",
+    "FlatParameters",
     "KeyNetwork",
     "QueryNetwork",
     "clip_units",
@@ -18,5 +19,4 @@ __all__ = [
     "export_encoder",
     "patch_grid",
     "timm_arguments",
-    "update_momentum",
 ]

@@ -3,17 +3,18 @@
 import re
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .flat import FlatParameters
 
-def clip_units(model: nn.Module) -> list[list[nn.Parameter]]:
-    """The trainable parameters in the groups that are clipped together.
+
+def clip_units(model: nn.Module) -> list[list[str]]:
+    """The names of the trainable parameters in the groups that are clipped together.
 
     One group for each transformer block, one for each further direct part of the encoder (embedding with its tokens
     and positions, final norm), one for each head.
     """
-    units: dict[str, list[nn.Parameter]] = {}
+    units: dict[str, list[str]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             block = re.search(r"encoder\.blocks\.\d+\.", name)
@@ -23,7 +24,7 @@ def clip_units(model: nn.Module) -> list[list[nn.Parameter]]:
                 unit = "embedding"
             else:  # encoder.norm, projector, predictor
                 unit = re.search(r"encoder\.\w+|projector|predictor", name).group()
-            units.setdefault(unit, []).append(parameter)
+            units.setdefault(unit, []).append(name)
     return list(units.values())
 
 
@@ -37,43 +38,33 @@ class AdaptiveClip:
 
     with the gradient before clipping in the average, so that a lasting change of scale gets through. G is a vector as
     in the paper (``variant="vector"``, one more copy of the gradient) or the average of norms (``"norm"``, one number a
-    unit). The first step passes unchanged and sets G. Nothing is read back from the device, and launches are few: all
-    units are measured together.
+    unit). The first step passes unchanged and sets G. Nothing is read back from the device.
     """
 
-    def __init__(self, units: list[list[nn.Parameter]], *, momentum: float, alpha: float, variant: str):
-        self.units = units
+    def __init__(self, flat: FlatParameters, *, momentum: float, alpha: float, variant: str):
+        self.flat = flat
         self.momentum = momentum
         self.alpha = alpha
-        self.variant = variant
-        self.average: list[Tensor] = []  # tensors like the parameters, or one with a number for each unit
-        # Row u: the places of unit u's parameters among all, padded with the place behind the last one.
-        count, length = sum(map(len, units)), max(map(len, units))
-        numbers = iter(range(count))
-        rows = [[next(numbers) for _ in unit] + [count] * (length - len(unit)) for unit in units]
-        self.members = torch.tensor(rows, device=units[0][0].device)
+        self.vector = variant == "vector"
+        self.average = torch.zeros(len(flat.values) if self.vector else len(flat.units), device=flat.values.device)
+        self.started = torch.zeros((), dtype=torch.bool, device=flat.values.device)
 
-    @torch.no_grad()
-    def __call__(self) -> None:
-        gradients = [parameter.grad for unit in self.units for parameter in unit]
-        norms = self._norms(gradients)
-        measured = [norms] if self.variant == "norm" else gradients
-        if not self.average:
-            self.average = [tensor.clone() for tensor in measured]
-            return
-        previous = self.average[0].clone() if self.variant == "norm" else self._norms(self.average)
-        scale = torch.where(norms > self.alpha * previous, previous / norms, 1.0)
-        torch._foreach_lerp_(self.average, measured, 1 - self.momentum)
-        for unit, factor in zip(self.units, scale.unbind(), strict=True):
-            torch._foreach_mul_([parameter.grad for parameter in unit], factor)
+    def __call__(self, gradient: Tensor, norms: Tensor, finite: Tensor) -> None:
+        """Clip ``gradient`` [n], whose units have the ``norms`` [units], in place.
 
-    def _norms(self, tensors: list[Tensor]) -> Tensor:
-        """L2 norm of each unit, [units], from tensors like the parameters."""
-        squares = torch.stack(torch._foreach_norm(tensors)).square()
-        return F.pad(squares, (0, 1))[self.members].sum(1).sqrt()
+        Where ``finite`` (a scalar on the device) is false, the gradient has to be 0 and G stays as it is.
+        """
+        previous = self.flat.norms(self.average) if self.vector else self.average.clone()
+        scale = torch.where(self.started & (norms > self.alpha * previous), previous / norms, 1.0)
+        weight = torch.where(self.started, 1 - self.momentum, 1.0) * finite
+        self.average.lerp_(gradient if self.vector else norms.nan_to_num(0, 0), weight)
+        self.started |= finite
+        for unit, factor in zip(self.flat.units, scale.unbind(), strict=True):
+            gradient[unit] *= factor
 
-    def state_dict(self) -> dict[str, list[Tensor]]:
-        return {"average": self.average}
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"average": self.average, "started": self.started}
 
-    def load_state_dict(self, state: dict[str, list[Tensor]]) -> None:
-        self.average = [tensor.to(self.members.device) for tensor in state["average"]]
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.average.copy_(state["average"])
+        self.started.copy_(state["started"])

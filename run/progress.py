@@ -14,6 +14,12 @@ from .checkpoint import write_atomically
 from .ranks import Ranks
 from .recipes import Config
 
+IN_A_ROW = 5  # steps without a finite gradient, after which a run has no hope
+
+
+class TooManySkipped(RuntimeError):
+    """Step after step gives gradients that are not finite."""
+
 
 class Report:
     """Means over the steps since the last log line, and where they go. Only rank 0 prints and writes.
@@ -30,7 +36,8 @@ class Report:
         self.groups = config.groups
         self.total = total
         self.steps_per_epoch = steps_per_epoch
-        self.sums = torch.zeros(2, device=ranks.device)
+        self.sums = torch.zeros(3, device=ranks.device)  # loss, similarity, steps with a finite gradient
+        self.skipped = torch.zeros(3, device=ranks.device)  # in all, in a row, most in a row since the last line
         self.count = 0
         self.waited = 0.0  # seconds since the last line
         self.since = time.perf_counter()
@@ -65,15 +72,22 @@ class Report:
                 return
             yield batch
 
-    def step(self, step: int, loss: torch.Tensor, similarity: torch.Tensor, learning_rate: float) -> None:
-        """After optimizer step number ``step`` (the first is 1); ``loss`` and ``similarity``: scalars of this rank."""
-        self.sums += torch.stack([loss.detach(), similarity])
+    def step(
+        self, step: int, loss: torch.Tensor, similarity: torch.Tensor, finite: torch.Tensor, learning_rate: float
+    ) -> None:
+        """After optimizer step number ``step`` (the first is 1); ``loss``, ``similarity``, ``finite``: scalars of this
+        rank. TooManySkipped after ``IN_A_ROW`` steps in a row whose gradients were not finite, at the next line."""
+        self.sums += torch.where(finite, torch.stack([loss, similarity, torch.ones_like(loss)]), 0.0)
+        total, row, most = self.skipped
+        row = (row + 1) * ~finite
+        self.skipped = torch.stack([total + ~finite, row, torch.maximum(most, row)])
         self.count += 1
         if self.ranks.first:
             self.bar.update(self.task, completed=step, epoch=step / self.steps_per_epoch)
         if step % self.every and step != self.total:
             return
-        loss, similarity = (self.ranks.mean(self.sums) / self.count).tolist()
+        loss, similarity, _ = (self.ranks.mean(self.sums) / self.sums[2]).tolist()
+        skipped, _, most = (int(number) for number in self.skipped.tolist())
         now = time.perf_counter()
         seconds = now - self.since
         pairs = self.count * self.batch / seconds
@@ -86,12 +100,16 @@ class Report:
             "images_per_second": round(pairs / self.groups, 2),  # decoded ones: each makes a pair of views per group
             "pairs_per_second": round(pairs, 2),
             "data_wait": round(self.waited / seconds, 4),
+            "skipped": skipped,
         }
         self.sums.zero_()
+        self.skipped[2] = 0
         self.count, self.waited, self.since = 0, 0.0, now
         if self.ranks.first:
             self.record(record)
             self._show(record)
+        if most >= IN_A_ROW:
+            raise TooManySkipped(f"{most} steps in a row until step {step} had no finite gradient")
 
     def record(self, record: dict) -> None:
         """Appends one line to ``metrics.jsonl``."""
@@ -104,10 +122,12 @@ class Report:
             self.bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def state_dict(self) -> dict:
-        return {"sums": self.ranks.mean(self.sums.clone()).cpu(), "count": self.count}
+        sums = self.ranks.mean(self.sums.clone())
+        return {"sums": sums.cpu(), "skipped": self.skipped.cpu(), "count": self.count}
 
     def load_state_dict(self, state: dict) -> None:
         self.sums.copy_(state["sums"])
+        self.skipped.copy_(state["skipped"])
         self.count = state["count"]
 
     def _show(self, record: dict) -> None:
@@ -115,6 +135,7 @@ class Report:
             f"loss {record['loss']:.4f}  similarity {record['similarity']:.3f}  "
             f"{record['images_per_second']:,.0f} images/s  {record['pairs_per_second']:,.0f} pairs/s  "
             f"waiting for data {record['data_wait']:.1%}"
+            + (f"  {record['skipped']:,} steps skipped" if record["skipped"] else "")
         )
         self.bar.update(self.task, figures=figures)
         if self.bar.disable:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from kernels import gather_patches, sample_views
-from model import AdaptiveClip, QueryNetwork, clip_units, contrastive_loss, encode, update_momentum
+from model import AdaptiveClip, FlatParameters, QueryNetwork, clip_units, contrastive_loss, encode
 from pipeline import Batch
 
 from .recipes import Config, learning_rate, momentum_coefficient
@@ -29,13 +29,21 @@ class Training:
             projector_layers=config.projector_layers, predictor_layers=config.predictor_layers,
         ).to(device)  # fmt: skip
         self.key_network = self.network.key_network() if config.ema is not None else None
-        learning = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
+        units = clip_units(self.network)
+        self.flat = FlatParameters([[self.network.get_parameter(name) for name in unit] for unit in units])
+        if self.key_network is not None:  # all units but the predictor, which is the last
+            shared = [[self.key_network.get_parameter(name) for name in unit] for unit in units[:-1]]
+            self.key_flat = FlatParameters(shared)
+        everything = torch.nn.Parameter(self.flat.values)
+        everything.grad = self.flat.gradient
         self.optimizer = torch.optim.AdamW(
-            learning, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=self.on_gpu
+            [everything], lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
         )
-        self.clip = AdaptiveClip(
-            clip_units(self.network), momentum=config.clip_momentum, alpha=config.clip_alpha, variant=config.clip
-        )
+        self.clip = None
+        if config.clip != "off":
+            self.clip = AdaptiveClip(
+                self.flat, momentum=config.clip_momentum, alpha=config.clip_alpha, variant=config.clip
+            )
         # What a step calls; the networks themselves are what is saved and exported.
         self.query, self.key = self.network, self.key_network
         compiled = self.on_gpu if compiled is None else compiled
@@ -61,11 +69,12 @@ class Training:
             power=config.power, seed=config.seed, epoch=epoch,
         ))  # fmt: skip
 
-    def step(self, crops: tuple[Tensor, Tensor], chosen: Tensor, epoch: float) -> tuple[Tensor, Tensor]:
+    def step(self, crops: tuple[Tensor, Tensor], chosen: Tensor, epoch: float) -> tuple[Tensor, Tensor, Tensor]:
         """One optimizer step on the patches ``chosen`` (int32 [2,B,K]) of the crops (uint8 [B,H,W,3] each).
 
-        ``epoch``: passes over the images so far, fractions included, as the schedules count. Returns the loss and the
-        mean cosine similarity of positive pairs, scalars on the device; nothing waits for it.
+        ``epoch``: passes over the images so far, fractions included, as the schedules count. Returns the loss, the mean
+        cosine similarity of positive pairs, and whether the gradient was finite: where it was not, nothing is changed,
+        on all ranks, which have the same gradient. All three are scalars on the device; nothing waits for it.
         """
         config = self.config
         self.optimizer.param_groups[0]["lr"] = learning_rate(config, epoch)
@@ -77,10 +86,22 @@ class Training:
                 keys = self.key(patches, chosen) if self.key is not None else projections
             loss, similarity = contrastive_loss(queries, keys, config.temperature)
         loss.backward()
-        if config.clip != "off":
-            self.clip()
+        finite = self.update(epoch)
+        self.network.zero_grad(set_to_none=True)
+        return loss.detach(), similarity, finite
+
+    @torch.no_grad()
+    def update(self, epoch: float) -> Tensor:
+        """Clip, AdamW and momentum encoder, from the gradients of the parameters."""
+        gradient = self.flat.collect()
+        norms = self.flat.norms(gradient)
+        finite = norms.isfinite().all()
+        gradient.masked_fill_(~finite, 0)
+        if self.clip is not None:
+            self.clip(gradient, norms, finite)
+        self.optimizer.found_inf = 1 - finite.float()  # at 1, the fused AdamW leaves everything as it is
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
         if self.key_network is not None:
-            update_momentum(self.key_network, self.network, momentum_coefficient(config, epoch))
-        return loss.detach(), similarity
+            keys = self.key_flat.values
+            keys.lerp_(self.flat.values[: len(keys)], finite * (1 - momentum_coefficient(self.config, epoch)))
+        return finite

@@ -2,7 +2,7 @@ import torch
 import torch.nn.functional as F
 from conftest import on_ranks
 
-from model import KeyNetwork, QueryNetwork, create_encoder, update_momentum
+from model import QueryNetwork, create_encoder
 from model.heads import BatchNorm, mlp
 
 
@@ -33,21 +33,6 @@ def test_batch_norm_sees_each_view_alone():
     assert queries.shape == projections.shape == (2, 6, 8)
     torch.testing.assert_close(changed[0], queries[0])
     assert not torch.allclose(changed[1], queries[1])
-
-
-def test_key_network_follows_the_trained_one():
-    net = network()
-    keys = net.key_network()
-    assert isinstance(keys, KeyNetwork) and not any(parameter.requires_grad for parameter in keys.parameters())
-    before = {name: parameter.clone() for name, parameter in keys.named_parameters()}
-    with torch.no_grad():
-        for parameter in net.parameters():
-            if parameter.requires_grad:
-                parameter.add_(1)
-    update_momentum(keys, net, 0.9)
-    online = dict(net.named_parameters())
-    for name, parameter in keys.named_parameters():
-        torch.testing.assert_close(parameter, 0.9 * before[name] + 0.1 * online[name])
 
 
 def test_batch_norm_over_ranks_is_that_of_the_whole_batch(tmp_path):

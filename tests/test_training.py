@@ -1,0 +1,86 @@
+"""The optimizer step by itself."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from pipeline import Batch
+from run.progress import IN_A_ROW, Report, TooManySkipped
+from run.ranks import Ranks
+from run.recipes import RECIPES, momentum_coefficient
+from run.training import Training
+
+CONFIG = dataclasses.replace(
+    RECIPES["toy"], batch_size=4, image_size=32, depth=1, head_hidden=16, head_out=8, ema=0.9, clip="vector",
+    warmup_epochs=0.0, log_every=4,
+)  # fmt: skip
+CPU = torch.device("cpu")
+
+
+def batch():
+    generator = torch.Generator().manual_seed(0)
+    crops = tuple(torch.randint(0, 256, (4, 32, 32, 3), generator=generator).byte() for _ in range(2))
+    boxes = torch.tensor([[[0, 0, 40, 40], [10, 10, 30, 40]]] * 4).int()
+    return Batch(crops, boxes, torch.zeros(4, 2).bool(), torch.arange(4), torch.zeros(4).long())
+
+
+def state(training):
+    """Copies of everything that a step changes."""
+    parts = {name: part.state_dict() for name, part in training.parts().items() if part is not None}
+    tensors = torch.utils._pytree.tree_leaves(parts)
+    return [tensor.clone() for tensor in tensors if isinstance(tensor, torch.Tensor)]
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_step_moves_both_networks():
+    training, loaded = Training(CONFIG, CPU), batch()
+    chosen = training.sample(loaded, 0)
+    assert chosen.shape == (2, 4, 4, training.keep)
+    before = {name: value.clone() for name, value in training.network.named_parameters()}
+    loss, similarity, finite = training.step(loaded.views, chosen[:, :, 0], 0.5)
+    assert loss > 0 and -1 <= similarity <= 1 and finite
+    share = momentum_coefficient(CONFIG, 0.5)
+    now = dict(training.network.named_parameters())
+    assert all(p.grad is None for p in now.values())
+    for name, value in now.items():
+        assert torch.equal(value, before[name]) != value.requires_grad, name
+    for name, key in training.key_network.named_parameters():
+        assert not key.requires_grad
+        torch.testing.assert_close(key, share * before[name] + (1 - share) * now[name], msg=name)
+
+
+def test_a_step_without_a_finite_gradient_changes_nothing():
+    """And nothing that comes after: a poisoned step in between leaves the same bits as none."""
+    runs = []
+    for poisoned in (True, False):
+        training, loaded = Training(CONFIG, CPU), batch()
+        chosen = training.sample(loaded, 0)
+        assert training.step(loaded.views, chosen[:, :, 0], 0.5)[2]
+        if poisoned:
+            before = state(training)
+            hook = training.network.predictor[0].weight.register_hook(lambda gradient: gradient * float("nan"))
+            assert not training.step(loaded.views, chosen[:, :, 1], 0.5)[2]
+            hook.remove()
+            assert same(state(training), before)
+        training.step(loaded.views, chosen[:, :, 2], 0.5)
+        runs.append(state(training))
+    assert same(*runs)
+
+
+def test_skipped_steps_are_counted_and_too_many_stop_the_run(tmp_path):
+    config = dataclasses.replace(CONFIG, output=tmp_path, log_every=10)
+    report = Report(config, Ranks(0, 1, 1, CPU), start=0, total=100, steps_per_epoch=10)
+    value, nothing = torch.tensor(2.0), torch.tensor(float("nan"))
+    with report:
+        for step in range(1, 11):
+            bad = step in (3, 4, 5, 8)
+            report.step(step, nothing if bad else value, nothing if bad else value / 4, torch.tensor(not bad), 0.1)
+        assert '"loss": 2.0, "similarity": 0.5' in report.path.read_text()
+        assert '"skipped": 4' in report.path.read_text()
+        with pytest.raises(TooManySkipped, match=f"{IN_A_ROW} steps in a row"):
+            for step in range(11, 21):
+                report.step(step, nothing, nothing, torch.tensor(step > 10 + IN_A_ROW), 0.1)
