@@ -12,7 +12,7 @@ from model import export_encoder
 from pipeline import Index, Loader, TooManyBadFiles
 from pipeline.index import printable
 from run import knn
-from run.progress import Report
+from run.progress import Report, TooManySkipped
 from run.ranks import Ranks
 from run.recipes import RECIPES, Config, learning_rate
 from run.session import (
@@ -25,7 +25,9 @@ from run.session import (
     save,
     summarise_rejected,
     write_rejected,
+    write_skipped,
 )
+from run.signals import STOPPED, StopRequest
 from run.training import Training
 
 
@@ -42,7 +44,7 @@ def main(arguments: list[str]) -> None:
             device=ranks.device, threads=threads, rank=ranks.rank, ranks=ranks.count, max_bad=config.max_bad,
         )  # fmt: skip
         loader.bad.update(bad)
-        state = open_output(config, index, ranks)
+        state, damaged = open_output(config, index, ranks)
     except (ValueError, OSError) as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"train.py: {error}", file=sys.stderr)
@@ -63,14 +65,16 @@ def main(arguments: list[str]) -> None:
     if ranks.first:
         write_rejected(config.output, index, loader.bad)
 
-    with report:
+    with report, StopRequest(ranks) as stop:
+        for line in damaged:
+            report.say(f"{line}; the run goes on from the one before")
         report.say(
             f"{config.model}, {config.image_size} px, {keep} of {grid[0]} x {grid[1]} patches per view, "
             f"{groups} groups; {len(index):,} images, batch {config.batch_size} on {ranks.count} x "
             f"{ranks.device.type}, {threads} input threads each; "
             + (f"steps {start + 1} to {steps}" if start < steps else f"all {start} steps are done")
         )
-        step = start
+        step, stopped = start, False
         try:
             for batch in report.waiting_for(loader.batches(start // groups, -(-steps // groups))):
                 chosen = training.sample(batch, step // steps_per_epoch)  # [2, B, R, K]
@@ -80,13 +84,23 @@ def main(arguments: list[str]) -> None:
                     loss, similarity, finite = training.step(batch.views, chosen[:, :, group], epoch)
                     step += 1
                     report.step(step, loss, similarity, finite, learning_rate(config, epoch))
-                    if step % config.checkpoint_every == 0 or step == steps:
+                    stopped = stop.agreed(step) and step < steps
+                    if step % config.checkpoint_every == 0 or step == steps or stopped:
                         save(config, index, loader, ranks, step, parts)
+                    if stopped:
+                        break
+                if stopped:
+                    break
+        except TooManySkipped as error:
+            raise TooManySkipped(f"{error}; {write_skipped(config, loader, ranks, step)} names the images") from None
         finally:  # also where there are too many
             if ranks.first:
                 write_rejected(config.output, index, loader.bad)
         report.say(summarise_rejected(index, loader.bad, config.output))
     ranks.leave()
+    if stopped:
+        report.say(f"stopped on request after step {step}, which is saved; the same command goes on from there")
+        sys.exit(STOPPED)
     if ranks.first:
         finish(config, training.network.encoder, index, evaluation, report, step, threads)
 
@@ -140,5 +154,9 @@ if __name__ == "__main__":
         main(sys.argv[1:])
     except TooManyBadFiles as error:
         sys.exit(f"train.py: {error}; all of them are in rejected.jsonl. Repair the data or raise --max-bad")
+    except TooManySkipped as error:
+        sys.exit(f"train.py: {error}. Lower --lr, or look at these images")
+    except OSError as error:  # of the output folder: DALI reads the images, and its errors are RuntimeErrors
+        sys.exit(f"train.py: {error}; what was saved before is intact, and the same command goes on from there")
     except KeyboardInterrupt:
         sys.exit("train.py: interrupted; the same command goes on from the last checkpoint")

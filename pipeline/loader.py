@@ -81,6 +81,10 @@ class Loader:
             arrays = plan.drawn.boxes, plan.drawn.flips, plan.sample, self.index.labels[plan.sample]
             yield Batch(views, *(_to(array, self.device) for array in arrays))
 
+    def samples(self, number: int) -> np.ndarray:
+        """The samples of batch ``number`` on this rank, int64 [B], as far as the bad files are known."""
+        return self._plan(number).sample
+
     def _plan(self, number):
         """Which samples batch ``number`` holds on this rank, and what is done to them."""
         self._found({})  # the caller may have added what other ranks found

@@ -1,19 +1,25 @@
 """Checkpoints that are either complete or not there.
 
 ``checkpoints/step-00001500.pt`` holds, in torch's ``weights_only`` format, everything that the next step depends on:
-weights, optimizer and clip state, the step, the running means of the log, the config and the versions. There is no
-random state and no position of a loader: both follow from the step.
+
+    network, key_network    state dicts of the modules (key_network: with a momentum encoder only)
+    optimizer, clip         state dicts; their tensors are as long as all parameters together (``model/flat.py``)
+    report                  running means of the log since its last line, and the count of skipped steps
+    step                    optimizer steps taken
+    bad                     {sample: reason} of the images found bad so far
+    run                     the config, the data's fingerprint and the versions, as JSON
+
+There is no random state and no position of a loader: both follow from the step. Each tensor's bytes carry a CRC-32.
 """
 
 import os
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-
-KEPT = 3  # the newest ones; older ones are removed after a new one is complete
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -22,20 +28,40 @@ def write_atomically(path: Path, data: bytes) -> None:
         partial.write_bytes(data)
 
 
-def save(folder: Path, step: int, state: dict[str, Any]) -> Path:
-    """Saves ``state`` as the checkpoint of ``step`` and removes all but the newest few."""
+def save(folder: Path, step: int, state: dict[str, Any], *, last: int = 3, every: int = 0) -> Path:
+    """Saves ``state`` as the checkpoint of ``step``, and removes the others but for the newest ``last`` and, unless
+    ``every`` is 0, those whose step is a multiple of it. Where the disk does not take it: OSError, and nothing changes.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{step:08d}.pt"
-    with _replacing(path) as partial:
-        torch.save(state, partial)
-    for old in _all(folder)[:-KEPT]:
-        old.unlink()
+    with _replacing(path) as partial, partial.open("wb") as file:
+        try:
+            torch.save(state, file)
+        except (OSError, RuntimeError) as error:  # torch's writer covers up an OSError when it closes
+            cause = error if isinstance(error, OSError) else error.__context__
+            if not isinstance(cause, OSError):
+                raise
+            raise OSError(cause.errno, cause.strerror, str(path)) from None
+    for old in _all(folder)[:-last]:
+        if not every or int(old.stem.removeprefix("step-")) % every:
+            old.unlink()
     return path
 
 
-def newest(folder: Path) -> Path | None:
-    """The checkpoint of the highest step."""
-    return max(_all(folder), default=None)
+def newest(folder: Path) -> tuple[Path | None, list[str]]:
+    """The whole checkpoint of the highest step, and a line on each newer one that is damaged.
+
+    ValueError if there are checkpoints, all of them damaged.
+    """
+    damaged = []
+    for path in reversed(_all(folder)):
+        reason = _damage(path)
+        if reason is None:
+            return path, damaged
+        damaged.append(f"{path} is damaged ({reason})")
+    if damaged:
+        raise ValueError(f"{'; '.join(damaged)}; no other is left: remove {folder} to begin again")
+    return None, []
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -45,6 +71,16 @@ def load(path: Path) -> dict[str, Any]:
     except Exception as error:  # whatever zip, pickle or torch find wrong with it
         what = f"{path} is no readable checkpoint ({type(error).__name__})"
         raise ValueError(f"{what}; remove it to continue from the one before") from error
+
+
+def _damage(path: Path) -> str | None:
+    """What is wrong with the bytes of a checkpoint (torch itself does not compare its checksums), or None."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()
+    except (OSError, zipfile.BadZipFile, NotImplementedError, EOFError) as error:
+        return str(error) or type(error).__name__
+    return f"checksum of {broken}" if broken else None
 
 
 def _all(folder: Path) -> list[Path]:

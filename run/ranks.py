@@ -41,10 +41,13 @@ class Ranks:
         else:
             place = torch.device("cpu")
         if count > 1:
-            if place.type == "cuda":
-                dist.init_process_group("nccl", device_id=place)
-            else:
-                dist.init_process_group("gloo")
+            how: dict[str, Any] = {"device_id": place} if place.type == "cuda" else {}
+            if count == local_count:
+                # torchrun's store outlives a restart, and with it the addresses of the dead (pytorch issue 135712).
+                attempt = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+                store, *_ = next(dist.rendezvous("env://"))
+                how |= {"store": dist.PrefixStore(attempt, store), "rank": rank, "world_size": count}
+            dist.init_process_group("nccl" if place.type == "cuda" else "gloo", **how)
         return cls(rank, count, local_count, place)
 
     @property

@@ -48,6 +48,10 @@ class Config:
     """Share of the files that may be unusable (20 files, if that is more) before a run stops."""
     checkpoint_every: int = 500
     """Optimizer steps between checkpoints."""
+    keep_last: int = 3
+    """So many of the newest checkpoints are kept."""
+    keep_every: int = 0
+    """Checkpoints whose step is a multiple of this are kept for good; 0: none."""
     log_every: int = 20
     """Optimizer steps between log lines."""
     knn_images: int = 0
@@ -111,11 +115,21 @@ class Config:
         for name in ("data", "eval_data", "output"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, getattr(self, name).expanduser())
-        for name in ("epochs", "batch_size", "checkpoint_every", "log_every", "image_size", "groups"):
+        for name in ("epochs", "batch_size", "checkpoint_every", "keep_last", "log_every", "image_size", "groups"):
             _check(getattr(self, name) > 0, self, name, "more than 0")
         for name in ("head_hidden", "head_out", "projector_layers", "predictor_layers", "temperature", "clip_alpha"):
             _check(getattr(self, name) > 0, self, name, "more than 0")
-        for name in ("threads", "knn_images", "patch_size", "depth", "power", "lr", "weight_decay", "warmup_epochs"):
+        for name in (
+            "threads",
+            "keep_every",
+            "knn_images",
+            "patch_size",
+            "depth",
+            "power",
+            "lr",
+            "weight_decay",
+            "warmup_epochs",
+        ):
             _check(getattr(self, name) >= 0, self, name, "0 or more")
         _check(
             self.batch_size >= 2, self, "batch_size", "2 or more: a contrastive loss needs something to contrast with"
@@ -145,7 +159,7 @@ def _check(right: bool, config: Config, name: str, expected: str) -> None:
 # the same is held by their fingerprint, wherever they lie.)
 FREE_ON_RESUME = (
     "data", "eval_data", "output", "max_steps", "device", "threads", "resume", "max_bad", "checkpoint_every",
-    "log_every", "knn_images",
+    "keep_last", "keep_every", "log_every", "knn_images",
 )  # fmt: skip
 
 _CIFAR = dict(

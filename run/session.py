@@ -24,7 +24,14 @@ from .recipes import FREE_ON_RESUME, Config
 # The embedded dataset: generated once, then shared by all runs of a checkout.
 TOY = Path(__file__).resolve().parent.parent / "runs" / "toy-data"
 KEPT = "run.npz"  # in the folder index: the index that the run was begun with
-OURS = ("checkpoints", "metrics.jsonl", "rejected.jsonl", "encoder.safetensors", "encoder.json")  # beside config.json
+OURS = (
+    "checkpoints",
+    "metrics.jsonl",
+    "rejected.jsonl",
+    "skipped.json",
+    "encoder.safetensors",
+    "encoder.json",
+)  # beside config.json
 
 
 def encoder_arguments(config: Config) -> dict[str, int]:
@@ -104,13 +111,13 @@ def _check_share(config: Config, data: Path, index: Index, bad: dict[int, str]) 
         )
 
 
-def open_output(config: Config, index: Index, ranks: Ranks) -> dict[str, Any] | None:
-    """Makes the output folder, or finds a run in it: the state to go on from, or None.
+def open_output(config: Config, index: Index, ranks: Ranks) -> tuple[dict[str, Any] | None, list[str]]:
+    """Makes the output folder, or finds a run in it: the state to go on from, or None; and what to tell the user.
 
     ValueError if the folder holds a run of another config or other data, or any run under ``resume="never"``.
     """
 
-    def open_it() -> Path | None:
+    def open_it() -> tuple[Path | None, list[str]]:
         described = _describe(config, index)
         path = config.output / "config.json"
         if path.exists():
@@ -126,8 +133,8 @@ def open_output(config: Config, index: Index, ranks: Ranks) -> dict[str, Any] | 
         checkpoint.write_atomically(path, (json.dumps(described, indent=2) + "\n").encode())
         return checkpoint.newest(config.output / "checkpoints")
 
-    newest = ranks.on_first(open_it)
-    return checkpoint.load(newest) if newest else None
+    newest, damaged = ranks.on_first(open_it)
+    return checkpoint.load(newest) if newest else None, damaged
 
 
 def save(config: Config, index: Index, loader: Loader, ranks: Ranks, step: int, parts: dict[str, Any]) -> None:
@@ -137,7 +144,8 @@ def save(config: Config, index: Index, loader: Loader, ranks: Ranks, step: int, 
     state = {name: part.state_dict() for name, part in parts.items() if part is not None}
     if ranks.first:
         state |= {"step": step, "bad": loader.bad, "run": json.dumps(_describe(config, index))}
-        checkpoint.save(config.output / "checkpoints", step, state)
+        folder = config.output / "checkpoints"
+        checkpoint.save(folder, step, state, last=config.keep_last, every=config.keep_every)
         write_rejected(config.output, index, loader.bad)
 
 
@@ -147,6 +155,24 @@ def restore(state: dict[str, Any], loader: Loader, parts: dict[str, Any]) -> Non
         if part is not None:
             part.load_state_dict(state[name])
     loader.bad.update(state["bad"])
+
+
+def write_skipped(config: Config, loader: Loader, ranks: Ranks, step: int) -> Path:
+    """``skipped.json``: the seed, and the samples of the batches from the last log line to ``step``. For all ranks."""
+    first, last = max(0, step - config.log_every) // config.groups, (step - 1) // config.groups
+    parts = ranks.gather({number: loader.samples(number).tolist() for number in range(first, last + 1)})
+    batches = [
+        {
+            "batch": number,
+            "first_step": number * config.groups + 1,
+            "samples": [s for part in parts for s in part[number]],
+        }
+        for number in parts[0]
+    ]
+    path = config.output / "skipped.json"
+    if ranks.first:
+        checkpoint.write_atomically(path, json.dumps({"seed": config.seed, "batches": batches}, indent=1).encode())
+    return path
 
 
 def write_rejected(output: Path, index: Index, bad: dict[int, str]) -> None:

@@ -1,5 +1,6 @@
 """What several test files share: images on disk, ranks in processes of their own, and the GPU marker."""
 
+import json
 import os
 import socket
 import subprocess
@@ -53,6 +54,32 @@ def run_program(*arguments, check: int | None = 0, ranks: int = 1, **environment
     if check is not None:
         assert done.returncode == check, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
+
+
+SMALL = (
+    "--device", "cpu", "--threads", "1", "--depth", "1", "--image-size", "32", "--batch-size", "12", "--epochs", "2",
+    "--warmup-epochs", "0.5", "--log-every", "3", "--checkpoint-every", "5", "--head-hidden", "32", "--head-out", "16",
+)  # fmt: skip
+MORE = ("--ema", "0.9", "--clip", "vector")
+
+
+def train(data, output, *more, **how):
+    return run_program("train.py", *SMALL, "--data", data, "--output", output, *more, **how)
+
+
+def metrics(output):
+    """The logged steps without what depends on the clock."""
+    clocked = {"images_per_second", "pairs_per_second", "data_wait"}
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in clocked} for line in lines]
+
+
+@pytest.fixture(scope="session")
+def undisturbed(photos, tmp_path_factory):
+    """A run from start to end: 48 images, batches of 12, 2 epochs of 4 batches, 4 groups each: 32 steps."""
+    output = tmp_path_factory.mktemp("runs") / "undisturbed"
+    done = train(photos, output, "--eval-data", photos, *MORE)
+    return output, done.stdout
 
 
 def on_ranks(ranks: int, code: str, folder: Path) -> None:

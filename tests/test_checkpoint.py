@@ -7,11 +7,29 @@ from run import checkpoint
 
 
 def test_what_is_saved_comes_back_and_old_ones_go(tmp_path):
-    for step in (5, 10, 15, 1_000_000_000):
-        checkpoint.save(tmp_path, step, {"step": step, "weights": torch.full((3,), step), "name": "a"})
-    assert len(list(tmp_path.iterdir())) == checkpoint.KEPT
-    state = checkpoint.load(checkpoint.newest(tmp_path))
+    for step in (5, 10, 15, 20, 25, 1_000_000_000):
+        state = {"step": step, "weights": torch.full((3,), step), "name": "a"}
+        checkpoint.save(tmp_path, step, state, last=2, every=10)
+    steps = sorted(int(path.stem[5:]) for path in tmp_path.iterdir())
+    assert steps == [10, 20, 25, 1_000_000_000]
+    path, damaged = checkpoint.newest(tmp_path)
+    state = checkpoint.load(path)
     assert state["step"] == 1_000_000_000 and torch.equal(state["weights"], torch.full((3,), 1_000_000_000))
+    assert not damaged and checkpoint.newest(tmp_path / "nothing") == (None, [])
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(tmp_path):
+    """One bit of the weights, and a torn file."""
+    first, flipped, torn = (checkpoint.save(tmp_path, i, {"weights": torch.randn(10_000)}) for i in range(3))
+    data = bytearray(flipped.read_bytes())
+    data[20_000] ^= 1
+    flipped.write_bytes(data)
+    torn.write_bytes(torn.read_bytes()[:-100])
+    path, damaged = checkpoint.newest(tmp_path)
+    assert path == first and [line.split(" is damaged")[0] for line in damaged] == [str(torn), str(flipped)]
+    first.write_bytes(b"")
+    with pytest.raises(ValueError, match="no other is left"):
+        checkpoint.newest(tmp_path)
 
 
 def test_a_crash_while_writing_leaves_the_old_file(tmp_path, monkeypatch):

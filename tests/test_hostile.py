@@ -6,9 +6,8 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import photo
+from conftest import SMALL, photo, train
 from PIL import Image
-from test_train import SMALL, train
 
 from train import main
 

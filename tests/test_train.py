@@ -11,36 +11,11 @@ import time
 import pytest
 import timm
 import torch
-from conftest import ONE_THREAD, ROOT, photo, run_program
+from conftest import MORE, ONE_THREAD, ROOT, SMALL, metrics, photo, run_program, train
 from PIL import Image
 from safetensors.torch import load_file
 
 from train import main
-
-SMALL = (
-    "--device", "cpu", "--threads", "1", "--depth", "1", "--image-size", "32", "--batch-size", "12", "--epochs", "2",
-    "--warmup-epochs", "0.5", "--log-every", "3", "--checkpoint-every", "5", "--head-hidden", "32", "--head-out", "16",
-)  # fmt: skip
-MORE = ("--ema", "0.9", "--clip", "vector")
-
-
-def train(data, output, *more, **how):
-    return run_program("train.py", *SMALL, "--data", data, "--output", output, *more, **how)
-
-
-def metrics(output):
-    """The logged steps without what depends on the clock."""
-    clocked = {"images_per_second", "pairs_per_second", "data_wait"}
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in clocked} for line in lines]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(photos, tmp_path_factory):
-    """A run from start to end: 48 images, batches of 12, 2 epochs of 4 batches, 4 groups each: 32 steps."""
-    output = tmp_path_factory.mktemp("runs") / "undisturbed"
-    done = train(photos, output, "--eval-data", photos, *MORE)
-    return output, done.stdout
 
 
 def test_run_leaves_what_the_readme_promises(undisturbed):

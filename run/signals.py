@@ -1,0 +1,46 @@
+"""SIGTERM and SIGINT: finish the step, save, end with ``STOPPED``; a second one ends the process at once."""
+
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+
+from .ranks import Ranks
+
+STOPPED = 75  # exit code of a run that was asked to stop and has saved (EX_TEMPFAIL of sysexits.h: try again later)
+GPU_EVERY = 10  # steps between two agreements of several GPUs, each of which waits for the device
+
+
+class StopRequest:
+    """Whether this run has been asked to stop, on any rank; signals are listened to in a ``with`` block."""
+
+    def __init__(self, ranks: Ranks):
+        self.ranks = ranks
+        self.asked = 0.0  # when, by the monotonic clock
+
+    def __enter__(self) -> "StopRequest":
+        self.before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number, frame) -> None:
+        # torchrun hands on at once what a terminal has sent to all its processes already: that is no second request.
+        if self.asked and time.monotonic() - self.asked > 1:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self.asked = self.asked or time.monotonic()
+
+    def agreed(self, step: int) -> bool:
+        """The same answer on all ranks, which ask after every step."""
+        on_gpu = self.ranks.device.type == "cuda"
+        if self.ranks.count == 1:
+            return self.asked > 0
+        if on_gpu and step % GPU_EVERY:
+            return False
+        asked = torch.tensor(float(self.asked > 0), device=self.ranks.device)
+        dist.all_reduce(asked, dist.ReduceOp.MAX)
+        return bool(asked)

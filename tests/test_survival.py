@@ -1,0 +1,136 @@
+"""What a long run meets: signals, a dying rank, a full disk, damaged files, gradients that are not finite."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import MORE, ONE_THREAD, ROOT, SMALL, metrics, train
+
+from run.signals import STOPPED
+from train import main
+
+
+def start(data, output, *more, ranks=1, restarts=0):
+    """train.py in the background, once it has written a first line of metrics; its ranks are children of torchrun."""
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--nproc-per-node", ranks, "--standalone"]
+        launcher += ["--max-restarts", restarts, "--monitor-interval", 0.1]
+    command = [*launcher, "train.py", *SMALL, "--data", data, "--output", output, *more]
+    running = subprocess.Popen(
+        [*map(str, command)], cwd=ROOT, env=os.environ | ONE_THREAD, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    wait_for(lambda: (output / "metrics.jsonl").exists() and (output / "metrics.jsonl").stat().st_size)
+    return running
+
+
+def wait_for(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "in vain"
+        time.sleep(0.02)
+
+
+def children(process):
+    return [int(x) for x in open(f"/proc/{process.pid}/task/{process.pid}/children").read().split()]
+
+
+def alive(pid):
+    return os.path.exists(f"/proc/{pid}") and "Z" not in open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_the_same_command_goes_on(undisturbed, photos, tmp_path, number):
+    running = start(photos, tmp_path / "run", *MORE)
+    running.send_signal(number)
+    said, _ = running.communicate(timeout=60)
+    assert running.returncode == STOPPED == 75 and "stopped on request after step" in said
+    train(photos, tmp_path / "run", "--eval-data", photos, *MORE)
+    assert metrics(tmp_path / "run") == metrics(undisturbed[0])
+    one, other = ((output / "encoder.safetensors").read_bytes() for output in (undisturbed[0], tmp_path / "run"))
+    assert one == other
+
+
+def test_a_second_signal_ends_at_once():
+    code = (
+        "import time, torch\nfrom run.ranks import Ranks\nfrom run.signals import StopRequest\n"
+        "with StopRequest(Ranks(0, 1, 1, torch.device('cpu'))):\n"
+        "    print('ready', flush=True)\n    time.sleep(60)\n"
+    )
+    running = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert running.stdout.readline() == "ready\n"
+    for pause in (0, 0.1, 1.2):  # the second comes so soon that it is the first one again, handed on
+        time.sleep(pause)
+        assert running.poll() is None
+        running.terminate()
+    assert running.wait(timeout=10) == -signal.SIGTERM
+
+
+def test_ranks_stop_together_and_leave_nobody_behind(photos, tmp_path):
+    running = start(photos, tmp_path / "run", ranks=2)
+    workers = children(running)
+    running.terminate()
+    running.communicate(timeout=60)
+    assert running.returncode and len(workers) >= 2
+    wait_for(lambda: not any(map(alive, workers)))
+    steps = [int(path.stem[5:]) for path in (tmp_path / "run" / "checkpoints").iterdir()]
+    done = train(photos, tmp_path / "run")  # with another number of ranks
+    assert f"steps {max(steps) + 1} to 32" in done.stdout
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [*range(3, 33, 3), 32]
+
+
+def test_a_rank_dies_and_the_job_goes_on_from_the_checkpoint(photos, tmp_path):
+    running = start(photos, tmp_path / "run", ranks=2, restarts=1)
+    wait_for(lambda: list((tmp_path / "run" / "checkpoints").glob("*.pt")))
+    os.kill(children(running)[-1], signal.SIGKILL)
+    said, errors = running.communicate(timeout=120)
+    assert running.returncode == 0, errors
+    assert said.count("patches per view") == 2
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [*range(3, 33, 3), 32]
+
+
+def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(undisturbed, photos, tmp_path):
+    output = tmp_path / "run"
+    shutil.copytree(undisturbed[0], output)
+    (output / "encoder.safetensors").unlink()
+    newest = max((output / "checkpoints").iterdir())
+    data = bytearray(newest.read_bytes())
+    data[len(data) // 2] ^= 1
+    newest.write_bytes(data)
+    done = train(photos, output, "--eval-data", photos, *MORE)
+    assert f"{newest} is damaged (checksum of" in done.stdout and "steps 31 to 32" in done.stdout
+    assert metrics(output) == metrics(undisturbed[0])
+    assert (output / "encoder.safetensors").read_bytes() == (undisturbed[0] / "encoder.safetensors").read_bytes()
+
+
+def test_a_full_disk_is_one_line_and_harms_nothing(photos, tmp_path):
+    """Files may grow to 200 kB only, as if the disk were full; a checkpoint needs more."""
+    output = tmp_path / "run"
+    train(photos, output, "--max-steps", "5")
+    before = {path: path.read_bytes() for path in (output / "checkpoints").iterdir()}
+    limit = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000)); "
+    code = limit + "sys.argv = sys.argv[1:]; runpy.run_path('train.py', run_name='__main__')"
+    arguments = ["train.py", *SMALL, "--data", photos, "--output", output]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT, env=os.environ | ONE_THREAD, capture_output=True,
+        text=True, timeout=120,
+    )  # fmt: skip
+    said = [line for line in done.stderr.splitlines() if line.startswith("train.py:")]
+    assert done.returncode == 1 and len(said) == 1 and "File too large" in said[0] and "intact" in said[0], done.stderr
+    assert "Traceback" not in done.stderr
+    assert before == {path: path.read_bytes() for path in (output / "checkpoints").iterdir()}
+
+
+def test_gradients_that_are_never_finite_stop_the_run(photos, tmp_path, capsys):
+    arguments = [*SMALL, "--data", str(photos), "--output", str(tmp_path), "--lr", "1e38", "--log-every", "8"]
+    with pytest.raises(RuntimeError, match=r"steps in a row until step \d+ had no finite gradient; .*skipped\.json"):
+        main(arguments)
+    dumped = json.loads((tmp_path / "skipped.json").read_text())
+    assert dumped["seed"] == 0 and all(len(batch["samples"]) == 12 for batch in dumped["batches"])
+    assert any(line["skipped"] for line in metrics(tmp_path))
