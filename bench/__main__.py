@@ -10,7 +10,8 @@ SUBJECTS = {
     "gpu_tests": "the tests marked gpu, as JSON",
     "kernels": "sampling and gathering against the alternatives",
     "step": "the optimizer step on synthetic crops: pairs/s, MFU, memory, where the time goes",
-    "input": "decoded and augmented images per second (needs DALI)",
+    "pipeline": "decoded and augmented images per second, against torchvision; cost of each stage; parity (needs DALI)",
+    "soak": "memory, and what bad files cost, over thousands of batches (needs DALI)",
     "train": "train.py end to end, and the share of time it waits for data (needs DALI and tyro)",
 }
 

@@ -65,7 +65,7 @@ part() {
     part kernels 80 kernels
     part step_vit_s 120 step --recipe imagenet-vit-s --batch-size 512
     part step_vit_b 120 step --recipe imagenet-vit-b --batch-size 512
-    part input 60 input ${images[@]+"${images[@]}"}
+    part pipeline 60 pipeline ${images[@]+"${images[@]}"}
     part train 60 train ${images[@]+"${images[@]}"}
     echo "== $SECONDS s, $failed failed, results in $out"
     printf '%s\n' "${summary[@]}"

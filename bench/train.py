@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from bench import environment
-from bench.input import folder_of_images, options_of, skip
+from bench.pipeline import folder_of_images, options_of, skip
 
 
 def main(arguments: list[str]) -> int:

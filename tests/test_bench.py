@@ -21,7 +21,7 @@ RESULTS = {
     "kernels": {"copy_bytes_per_second", "rows"},
     "step_vit_s": {"recipe", "flop_per_pair", "peak_flop_per_second", "eager"},
     "step_vit_b": {"recipe", "flop_per_pair", "peak_flop_per_second", "eager"},
-    "input": {"images_per_second", "threads", "batch_seconds"},
+    "pipeline": {"recipe", "rates", "stages", "parity"},
     "train": {"pairs_per_second", "data_wait", "metrics"},
 }
 
@@ -45,6 +45,15 @@ def test_device_script_runs_every_part(tmp_path):
         result = json.loads(text)
         assert {"subject", "machine"} | keys <= set(result), part
         assert {"device", "driver", "versions", "torch_threads", "commit"} <= set(result["machine"])
+        for row in result.get("parity", ()):  # of the input path: every operation within its stated limit
+            assert row["limit of the mean"] is None or row["mean"] <= row["limit of the mean"], row
+
+
+def test_soak_survives_bad_files_and_probes_them_once(tmp_path):
+    """Some are cut inside their header, which in a batch of more than four images a thread kills DALI's decoder."""
+    run_program("-m", "bench", "soak", "--smoke", "--json", tmp_path / "soak.json")
+    result = json.loads((tmp_path / "soak.json").read_text())
+    assert result["found"] == result["damaged"] and result["probes_in_first_epoch"] and not result["probes_later"]
 
 
 def test_device_script_goes_on_after_a_failure(tmp_path):
@@ -94,7 +103,7 @@ def test_alternatives_sample_by_the_same_law():
 def test_step_and_kernels_need_no_dali_and_no_tyro():
     code = (
         "import sys; sys.modules |= {'nvidia.dali': None, 'tyro': None}\n"
-        "import bench.compile, bench.input, bench.kernels, bench.machine, bench.step, bench.train\n"
+        "import bench.compile, bench.kernels, bench.machine, bench.pipeline, bench.soak, bench.step, bench.train\n"
     )
     assert run_program("-W", "error::UserWarning", "-c", code).stdout == ""
 

@@ -18,7 +18,7 @@ def photo(height, width, seed=0):
     return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
 
 
-def run(path, view, draws, arithmetic=None):
+def run(path, view, draws, gpu_form=None):
     """One view of the image in ``path`` for every set of parameters in ``draws``: uint8 [m,S,S,3]."""
     with Image.open(path) as image:
         width, height = ImageOps.exif_transpose(image).size
@@ -37,7 +37,7 @@ def run(path, view, draws, arithmetic=None):
     sizes = np.tile(np.array([[height, width]], np.int32), (len(draws), 1))
     batches = iter([([np.frombuffer(str(path).encode(), np.uint8)] * len(draws), *graph.feeds(view, sizes, drawn, 0))])
     settings = {"image_size": S, "batch_size": len(draws), "threads": 1, "device_id": None}
-    pipeline = graph.pipeline(lambda: next(batches), (view,), arithmetic=arithmetic, **settings)
+    pipeline = graph.pipeline(lambda: next(batches), (view,), gpu_form=gpu_form, **settings)
     return np.array(pipeline.run()[0].as_tensor())
 
 
@@ -59,7 +59,7 @@ def test_crop_flip_and_resize_are_pillows(tmp_path):
     for got, d in zip(run(tmp_path / "a.png", graph.View(), draws), draws, strict=True):
         expected = F.resized_crop(image, *d["boxes"], [S, S], antialias=True)
         expected = np.asarray(F.horizontal_flip(expected) if d["flips"] else expected).astype(float)
-        assert np.abs(got - expected).mean() < 0.5, d
+        assert np.abs(got - expected).mean() < 0.3, d
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -81,17 +81,18 @@ COLOURS = [
 ]
 
 
-@pytest.mark.parametrize("arithmetic", [False, True], ids=["cpu form", "gpu form"])
+@pytest.mark.parametrize("gpu_form", [False, True], ids=["cpu form", "gpu form"])
 @pytest.mark.parametrize("name, reference, factors", COLOURS, ids=[c[0] for c in COLOURS])
-def test_colour_is_torchvisions_to_one_level(crop, name, reference, factors, arithmetic):
+def test_colour_is_torchvisions_to_one_level(crop, name, reference, factors, gpu_form):
     path, image = crop
-    got = run(path, graph.View(colour=True), [{name: f} for f in factors], arithmetic).astype(int)
+    got = run(path, graph.View(colour=True), [{name: f} for f in factors], gpu_form).astype(int)
     for view, factor in zip(got, factors, strict=True):
-        assert np.abs(view - np.asarray(reference(image, factor))).max() <= 1, factor
+        away = np.abs(view - np.asarray(reference(image, factor)))
+        assert away.max() <= 1 and (factor or away.mean() < 0.3), (factor, away.mean())
 
 
-@pytest.mark.parametrize("arithmetic", [False, True], ids=["cpu form", "gpu form"])
-def test_colour_in_one_pass_is_the_sequence_of_operations(crop, arithmetic):
+@pytest.mark.parametrize("gpu_form", [False, True], ids=["cpu form", "gpu form"])
+def test_colour_in_one_pass_is_the_sequence_of_operations(crop, gpu_form):
     """Brightness, contrast, saturation and hue in this order, in floats, clipped once at the end."""
     path, image = crop
     b, c, s, h = 1.3, 0.7, 1.2, 1 / 3
@@ -101,7 +102,7 @@ def test_colour_in_one_pass_is_the_sequence_of_operations(crop, arithmetic):
     x = s * x + (1 - s) * (x @ luma)[..., None]
     x = x[..., [2, 0, 1]]  # a third of a turn: red becomes green, green blue, blue red; HSV says the same
     draws = [{"brightness": b, "contrast": c, "saturation": s, "hue": h}]
-    (got,) = run(path, graph.View(colour=True), draws, arithmetic)
+    (got,) = run(path, graph.View(colour=True), draws, gpu_form)
     assert np.abs(got - x.clip(0, 255)).max() <= 0.51
 
 
@@ -113,15 +114,23 @@ def test_hue_turns_the_way_of_torchvision(crop):
     assert away[0.1] < 0.75 * away[0.0] and away[0.1] < 0.4 * away[-0.1], away
 
 
+@pytest.mark.parametrize("gpu_form", [False, True], ids=["cpu form", "gpu form"])
 @pytest.mark.parametrize("probability", [1.0, 0.5])
-def test_blur_is_a_gaussian_to_one_level(crop, probability):
+def test_blur_is_a_gaussian_to_one_level(crop, probability, gpu_form):
     path, image = crop
-    sigmas = [0.1, 0.7, 2.0] + [0.0] * (probability < 1)
-    got = run(path, graph.View(blur=probability), [{"blur_sigma": s} for s in sigmas]).astype(int)
+    sigmas = [0.1, 0.7, 2.0, 7.0] + [0.0] * (probability < 1)
+    got = run(path, graph.View(blur=probability), [{"blur_sigma": s} for s in sigmas], gpu_form).astype(int)
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
     for view, sigma in zip(got, sigmas, strict=True):
-        expected = F.gaussian_blur(pixels, [23, 23], [sigma, sigma]) if sigma else pixels
-        assert np.abs(view - expected.permute(1, 2, 0).numpy().astype(int)).max() <= 1, sigma
+        expected = F.gaussian_blur(pixels, [43, 43], [sigma, sigma]) if sigma else pixels
+        away = np.abs(view - expected.permute(1, 2, 0).numpy().astype(int))
+        assert away.max() <= 1 and away.mean() < 0.6, (sigma, away.mean())
+
+
+def test_the_widest_blur_is_as_wide_as_the_other_form(crop):
+    """The largest sigma that an Augmentation takes, whose window is twelve times the image."""
+    wide, other = (run(crop[0], graph.View(blur=1), [{"blur_sigma": 100}], form).astype(int) for form in (False, True))
+    assert np.abs(wide - other).max() <= 1 and np.ptp(wide, axis=(1, 2)).max() <= 3
 
 
 def test_solarise_is_exact_and_everything_composes(crop):

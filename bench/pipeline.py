@@ -1,0 +1,354 @@
+"""The input path alone, from files to both augmented views, as ``pipeline.Loader`` gives them.
+
+On a CPU three tables: this loader against what else there is, in images per second and processor time; what each stage
+of the graph costs; how far its pixels are from torchvision's and Pillow's. On a GPU one: how many threads it wants.
+
+``--images`` is a folder, list or shards of images; otherwise JPEGs of 375 x 500 px are generated, smooth with some
+noise (quality 90, about the bytes of a photograph of that size).
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import os
+import resource
+import statistics
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageFilter, ImageOps
+
+from bench import environment
+from pipeline import Augmentation, Index, Loader, graph, stream
+from run.recipes import RECIPES
+
+AHEAD = 4  # batches at either end that the clock of images per second leaves out: no loader works further ahead
+
+
+@contextlib.contextmanager
+def folder_of_images(given: Path | None, count: int):
+    """The folder given, or one with ``count`` generated images that goes away afterwards."""
+    if given is not None:
+        yield given
+        return
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda number: generate(Path(folder) / f"{number:05}.jpg", number), range(count)))
+        yield Path(folder)
+
+
+def generate(path: Path, seed: int, height: int = 375, width: int = 500) -> None:
+    rng = np.random.default_rng(seed)
+    coarse = Image.fromarray(rng.integers(0, 256, (12, 16, 3), dtype=np.uint8))
+    picture = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC)).astype(np.int16)
+    noisy = picture + rng.integers(-12, 13, picture.shape, dtype=np.int16)
+    Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(path, quality=90)
+
+
+def options_of(subject: str, description: str) -> argparse.ArgumentParser:
+    """The options of the two subjects that read images."""
+    parser = environment.parser(subject, description)
+    parser.add_argument("--images", type=Path, help="folder, list or shards of images; default: generated ones")
+    parser.add_argument("--recipe", choices=RECIPES, default="imagenet-vit-s")
+    parser.add_argument("--batch-size", type=int, default=512, help="images")
+    return parser
+
+
+def skip(options: argparse.Namespace, subject: str, reason: str) -> int:
+    environment.save(options.json, subject, {"skipped": reason})
+    print(f"skipped: {reason}")
+    return 0
+
+
+def main(arguments: list[str]) -> int:
+    parser = options_of("pipeline", "Decoded and augmented images per second.")
+    device = environment.device()
+    on_gpu = device.type == "cuda"
+    parser.add_argument(
+        "--batches", type=int, default=40 if on_gpu else 10, help="timed ones of each, on a CPU in 5 rounds"
+    )
+    parser.set_defaults(batch_size=512 if on_gpu else 128)
+    options = parser.parse_args(arguments)
+    try:
+        import nvidia.dali  # noqa: F401
+    except ImportError as error:
+        return skip(options, "pipeline", f"DALI cannot be imported: {error}")
+    cores = len(os.sched_getaffinity(0))
+    config, batch = RECIPES[options.recipe], options.batch_size
+    batches, rounds, looked_at = options.batches, 1 if on_gpu else 5, 100
+    if options.smoke:
+        batch, batches, rounds, looked_at = 8, 1, 1, 4
+    with folder_of_images(options.images, 4 * batch) as folder:
+        index = Index.scan(folder)
+        batch = min(batch, len(index))
+        sampled = range(min(100, len(index)))
+        file_bytes = [index.places[i, 2] if index.shards else os.path.getsize(index.file(i)) for i in sampled]
+        result = {
+            "recipe": config.recipe, "image_size": config.image_size, "batch_size": batch, "batches": batches,
+            "images": len(index), "source": "given" if options.images else "generated",
+            "mean_file_bytes": round(float(np.mean(file_bytes))),
+            "mean_height": float(index.sizes[:, 0].mean()), "mean_width": float(index.sizes[:, 1].mean()),
+        }  # fmt: skip
+        tables = {"rates": lambda: rates(index, config, batch, batches, rounds, device, cores)}
+        if not on_gpu and not index.shards:
+            tables["stages"] = lambda: stages(index, config, min(looked_at, batch), rounds)
+            tables["parity"] = lambda: parity(index, config.image_size, looked_at)
+        print(f"{config.recipe}, {config.image_size} px, batch {batch}, {len(index)} images")
+        for name, table in tables.items():
+            result[name] = table()
+            print()
+            environment.print_table(result[name])
+            environment.save(options.json, "pipeline", result)
+    return 0
+
+
+# Images per second and processor time, side by side
+
+
+def rates(index, config, batch, batches, rounds, device, cores) -> list[dict]:
+    """One row per provider, or on a GPU per number of threads of this loader: medians of rounds, all in turns."""
+
+    def ours(threads):
+        loader = Loader(
+            index, config.augmentation, image_size=config.image_size, batch_size=batch, seed=0, device=device,
+            threads=threads,
+        )  # fmt: skip
+        return lambda first, last: (both.views[1] for both in loader.batches(first, last))
+
+    if device.type == "cuda":
+        threads = sorted({n for n in (2, 4, 6, 8, 12, 16) if n < cores} | {cores})
+        providers = {f"this loader, threads: {n}": ours(n) for n in threads}
+    else:
+        providers = {f"this loader, threads: {cores}": ours(cores)}
+        if not index.shards:
+            providers |= torchvision_loaders(index, config, batch, cores)
+    count = max(1, batches // rounds) + 2 * AHEAD
+    measured = {name: [] for name in providers}
+    for number in range(rounds):
+        for name, provider in providers.items():
+            measured[name].append(drain(provider(number * count, (number + 1) * count), batch))
+    rows = []
+    for name, values in measured.items():
+        rate, cost = (statistics.median(column) for column in zip(*values, strict=True))
+        rows.append({"provider": name, "images/s": rate, "CPU ms/image": cost})
+    for row in rows:
+        row["times this loader's CPU"] = row["CPU ms/image"] / rows[0]["CPU ms/image"]
+    if find_spec("ffcv") is None:
+        rows.append(dict.fromkeys(rows[0]) | {"provider": "FFCV: not installed"})
+    return rows
+
+
+def drain(batches, batch) -> tuple[float, float]:
+    """Images per second, and milliseconds of processor time per image, child processes included."""
+    before, ends = processor_seconds(), []
+    for view in batches:
+        view[-1, -1, -1].tolist()  # waits for the device
+        ends.append(time.perf_counter())
+    cost = (processor_seconds() - before) / (batch * len(ends)) * 1000
+    ends = ends[AHEAD - 1 : -AHEAD]
+    return batch * (len(ends) - 1) / (ends[-1] - ends[0]), cost
+
+
+def processor_seconds() -> float:
+    """Of this process and of the children that have ended."""
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def torchvision_loaders(index, config, batch, workers):
+    """{name: function (first, last) -> second views} of torchvision with a DataLoader: the same law for both views.
+
+    The blur of the first is Pillow's, as MoCo v3 has it; torchvision's takes ten times as long.
+    """
+    from torchvision import transforms
+    from torchvision.io import decode_image, read_file
+    from torchvision.transforms import v2
+
+    a, side = config.augmentation, config.image_size
+    window = 2 * int(np.ceil(3 * a.blur_sigma[1])) + 1
+
+    def pillow_blur(image):
+        return image.filter(ImageFilter.GaussianBlur(np.random.uniform(*a.blur_sigma)))
+
+    def view(t, number, blur, last):
+        jitter = t.ColorJitter(a.brightness, a.contrast, a.saturation, a.hue)
+        steps = [
+            t.RandomResizedCrop(side, a.area, a.aspect, t.InterpolationMode.BILINEAR, antialias=True),
+            t.RandomHorizontalFlip(a.flip_p),
+            t.RandomApply([jitter], a.jitter_p),
+            t.RandomGrayscale(a.grey_p),
+        ]
+        steps += [t.RandomApply([blur], a.blur_p[number])] if a.blur_p[number] else []
+        steps += [t.RandomSolarize(128, a.solarise_p[number])] if a.solarise_p[number] else []
+        return t.Compose([*steps, *last])
+
+    def opened(path):
+        with Image.open(path) as image:
+            return image.convert("RGB")
+
+    def provider(open_image, first_view, second_view):
+        def batches(first, last):
+            samples = [np.arange(number * batch, (number + 1) * batch) % len(index) for number in range(first, last)]
+            files = Files([index.file(i) for i in np.concatenate(samples)], open_image, (first_view, second_view))
+            loader = torch.utils.data.DataLoader(files, batch, num_workers=workers, multiprocessing_context="fork")
+            yield from (views[1] for views in loader)
+
+        return batches
+
+    v1_views = [view(transforms, n, transforms.Lambda(pillow_blur), [transforms.PILToTensor()]) for n in range(2)]
+    v2_views = [view(v2, n, v2.GaussianBlur(window, a.blur_sigma), []) for n in range(2)]
+    return {
+        f"torchvision on Pillow images, workers: {workers}": provider(opened, *v1_views),
+        f"torchvision v2 on tensors, workers: {workers}": provider(
+            lambda path: decode_image(read_file(path), mode="RGB"), *v2_views
+        ),
+    }
+
+
+@dataclasses.dataclass
+class Files(torch.utils.data.Dataset):
+    """Both views of each file."""
+
+    paths: list[str]
+    open_image: object  # path -> image
+    views: tuple  # image -> uint8 [3,S,S]
+
+    def __len__(self):
+        return len(self.paths)
+
+    def __getitem__(self, i):
+        image = self.open_image(self.paths[i])
+        return tuple(view(image) for view in self.views)
+
+
+# Where the time of this loader's graph goes
+
+
+def stages(index, config, batch, rounds) -> list[dict]:
+    """Processor time of graphs that stop after each stage, with one thread; every row holds those above it."""
+    full = graph.views(config.augmentation)
+    plain = tuple(graph.View() for _ in full)
+    coloured = tuple(graph.View(colour=view.colour) for view in full)
+    blurred = tuple(dataclasses.replace(view, solarise=False) for view in full)
+    views_of = {"read": None, "decode": None, "crops": plain, "colour": coloured, "blur": blurred, "solarise": full}
+    costs, batches = {name: [] for name in views_of}, max(3, 1000 // config.image_size)
+    for number in range(rounds):
+        for name, views in views_of.items():
+            before = processor_seconds()
+            source = fed(index, config, views, batch, range(number * batches, (number + 1) * batches))
+            with contextlib.suppress(StopIteration):
+                pipeline = build(name, source, views, config.image_size, batch)
+                while True:
+                    pipeline.run()
+            costs[name].append((processor_seconds() - before) / (batch * batches) * 1000)
+    until = [statistics.median(values) for values in costs.values()]
+    own = [after - before for before, after in itertools.pairwise([0.0, *until])]
+    return [
+        {"stage": name, "CPU ms/image": total, "its own": part, "share": part / until[-1]}
+        for name, total, part in zip(views_of, until, own, strict=True)
+    ]
+
+
+def fed(index, config, views, batch, numbers):
+    """The source of a graph: names of files, and the parameters of ``views``."""
+    for number in numbers:
+        sample = np.arange(number * batch, (number + 1) * batch) % len(index)
+        sizes, names = index.sizes[sample], [np.frombuffer(os.fsencode(index.file(s)), np.uint8) for s in sample]
+        drawn = stream.draw(config.augmentation, sizes, sample, 0, number) if views else None
+        yield names, *(array for i, view in enumerate(views or ()) for array in graph.feeds(view, sizes, drawn, i))
+
+
+def build(name, source, views, side, batch):
+    """The whole graph of ``views`` or, without, one that only reads or decodes."""
+    from nvidia.dali import fn, pipeline_def
+
+    settings = {"batch_size": batch, "device_id": None}
+    if views:
+        return graph.pipeline(lambda: next(source), views, image_size=side, threads=1, **settings)
+
+    @pipeline_def(num_threads=1, **settings)
+    def first_stages():
+        (encoded,) = fn.external_source(source=lambda: next(source), num_outputs=1, batch=True)
+        encoded = fn.io.file.read(encoded, dont_use_mmap=True)
+        return encoded if name == "read" else graph.decode(encoded, False)
+
+    return first_stages()
+
+
+# How far the pixels are from torchvision's and Pillow's
+
+NOTHING = {
+    "jitter_p": 1.0, "brightness": 0.0, "contrast": 0.0, "saturation": 0.0, "hue": 0.0, "grey_p": 0.0,
+    "blur_p": (0.0, 0.0), "solarise_p": (0.0, 0.0),
+}  # fmt: skip
+# operation: (its options, largest mean difference in levels or None; hue is another operation, see graph.py)
+OPERATIONS = {
+    "crop, flip, resize": ({}, 0.3),
+    "the same, by a box": ({}, 0.3),
+    "brightness": ({"brightness": 0.4}, 1.0),
+    "contrast": ({"contrast": 0.4}, 1.0),
+    "saturation": ({"saturation": 0.4}, 1.0),
+    "hue": ({"hue": 0.1}, None),
+    "grey": ({"grey_p": 1.0}, 0.3),
+    "blur": ({"blur_p": (1.0, 1.0)}, 0.6),
+    "solarise": ({"solarise_p": (1.0, 1.0)}, 0.0),
+}
+
+
+def parity(index, side, count) -> list[dict]:
+    """Differences in levels of 255 between the CPU graph and torchvision with the same parameters, both views.
+
+    The first row compares with torchvision from the file on. It cuts a crop out before the resize, so that the filter
+    meets an edge where the graph's reads the pixel beyond; so does Pillow's own resize of a box, in the second row. The
+    others compare with what torchvision makes of the graph's own crop. Of the first ``count`` images.
+    """
+    import torchvision.transforms.v2.functional as F
+
+    sample = np.arange(min(count, len(index)))
+
+    def made(options):
+        config = argparse.Namespace(augmentation=Augmentation(**NOTHING | options))
+        views = graph.views(config.augmentation)
+        outputs = build("all", fed(index, config, views, len(sample), range(1)), views, side, len(sample)).run()
+        drawn = stream.draw(config.augmentation, index.sizes[sample], sample, 0, 0)
+        return np.stack([np.array(output.as_tensor()) for output in outputs], 1), drawn
+
+    def reference(name, crop, drawn, at):
+        if name in ("brightness", "contrast", "saturation", "hue"):
+            return getattr(F, f"adjust_{name}")(crop, float(getattr(drawn, name)[at]))
+        if name == "grey":
+            return F.rgb_to_grayscale(crop, num_output_channels=3)
+        if name == "solarise":
+            return F.solarize(crop, 128)
+        sigma = float(drawn.blur_sigma[at])
+        return F.gaussian_blur(crop, [23, 23], [sigma, sigma])  # Pillow's own is an approximation by boxes
+
+    plain, drawn = made({})
+    rows = []
+    for name, (options, limit) in OPERATIONS.items():
+        got, drawn = (plain, drawn) if not options else made(options)
+        away = []
+        for i, view in np.ndindex(len(sample), 2):
+            if options:
+                expected = reference(name, Image.fromarray(plain[i, view]), drawn, (i, view))
+            else:
+                with Image.open(index.file(i)) as image:
+                    upright = ImageOps.exif_transpose(image).convert("RGB")
+                y, x, h, w = drawn.boxes[i, view].tolist()
+                if name == "the same, by a box":
+                    expected = upright.resize((side, side), Image.Resampling.BILINEAR, (x, y, x + w, y + h))
+                else:
+                    expected = F.resized_crop(upright, y, x, h, w, [side, side])
+                expected = F.horizontal_flip(expected) if drawn.flips[i, view] else expected
+            away.append(np.abs(got[i, view] - np.asarray(expected).astype(float)))
+        means = [x.mean() for x in away]
+        rows.append({
+            "operation": name, "mean": float(np.mean(means)), "worst image": float(max(means)),
+            "worst pixel": float(max(x.max() for x in away)), "limit of the mean": limit,
+        })  # fmt: skip
+    return rows
