@@ -26,7 +26,7 @@ from run.recipes import RECIPES, Config
 from run.training import Training
 
 SMALL = {"depth": 1, "head_hidden": 64}  # what ``--smoke`` changes in a recipe
-MODES = "eager", "compiled"
+MODES = "compiled", "eager"
 WINDOW = 4  # loaded batches from one look at the clock, which waits for the device, to the next
 TOP = 40  # rows of the profile, of which SHOWN are printed
 SHOWN = 15
@@ -151,7 +151,7 @@ def main(arguments: list[str]) -> int:
     windows, warm_up = options.windows, 3
     if options.smoke:
         config, windows, warm_up = dataclasses.replace(config, batch_size=2, **SMALL), 2, 1
-    modes = options.modes or (MODES if device.type == "cuda" else MODES[:1])
+    modes = options.modes or (MODES if device.type == "cuda" else ("eager",))
     flop = count_flop(Synthetic(config, device, mode="eager"), config.groups)
     result = {
         "recipe": config.recipe, "model": config.model, "batch_size": config.batch_size, "groups": config.groups,
