@@ -69,7 +69,7 @@ def compare(encoders: dict[str, nn.Module], index: Index, evaluation: Index, *, 
 
     ``queries`` images of ``evaluation`` are asked against ``bank`` images of ``index``. ``how``: the further
     arguments of ``features``. Classes are matched by their names. Images that do not decode are left out: "knn_bad"
-    names them.
+    names them, and all files that the index of the evaluation has rejected.
     """
     networks, bad, bad_queries = [encoder.eval() for encoder in encoders.values()], {}, {}
     known, known_labels = features(networks, index, subset(index, bank), bad=bad, **how)
@@ -79,6 +79,7 @@ def compare(encoders: dict[str, nn.Module], index: Index, evaluation: Index, *, 
     scores = {"knn_bank": len(known_labels), "knn_queries": len(labels)}
     for name, rows, candidates in zip(encoders, known, asked, strict=True):
         scores[f"knn_{name}"] = accuracy(rows, known_labels, candidates, translated[labels])
-    named = [(index.file(i), reason) for i, reason in bad.items()]
-    scores["knn_bad"] = dict(named + [(evaluation.file(i), reason) for i, reason in bad_queries.items()])
+    named = {index.file(i): reason for i, reason in bad.items()}
+    named |= {evaluation.file(i): reason for i, reason in bad_queries.items()}
+    scores["knn_bad"] = named | {f"{evaluation.root}/{path}": reason for path, reason in evaluation.rejected.items()}
     return scores

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import math
 import time
 from collections.abc import Iterator
 
@@ -113,8 +114,9 @@ class Report:
 
     def record(self, record: dict) -> None:
         """Appends one line to ``metrics.jsonl``."""
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         with self.path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(json.dumps(finite) + "\n")
 
     def say(self, text: str) -> None:
         """A line for the reader, above the bar."""
@@ -148,11 +150,13 @@ class Report:
         if not self.path.exists():
             return
         kept = []
-        for line in self.path.read_text().splitlines():
+        for line in self.path.read_text(errors="replace").splitlines():
             try:
                 record = json.loads(line)
             except ValueError:
                 continue
-            if record["step"] <= step and "loss" in record:  # the evaluation at the end is done anew
+            if (
+                isinstance(record, dict) and record.get("step", math.inf) <= step and "loss" in record
+            ):  # the evaluation at the end is done anew
                 kept.append(line + "\n")
         write_atomically(self.path, "".join(kept).encode())

@@ -135,6 +135,7 @@ class Config:
             self.batch_size >= 2, self, "batch_size", "2 or more: a contrastive loss needs something to contrast with"
         )
         _check(self.max_steps is None or self.max_steps > 0, self, "max_steps", "more than 0")
+        _check(self.threads <= 1024, self, "threads", "at most 1024")
         _check(0 <= self.max_bad <= 1, self, "max_bad", "a share from 0 to 1")
         _check(0 < self.keep_ratio <= 1, self, "keep_ratio", "a share above 0 and up to 1")
         _check(0 <= self.clip_momentum < 1, self, "clip_momentum", "0 up to, not including, 1")

@@ -1,6 +1,7 @@
 """Opening and keeping a run: its data, its output folder, its checkpoints; what is wrong with them is found here."""
 
 import dataclasses
+import fcntl
 import json
 import platform
 from pathlib import Path
@@ -23,6 +24,8 @@ from .recipes import FREE_ON_RESUME, Config
 
 # The embedded dataset: generated once, then shared by all runs of a checkout.
 TOY = Path(__file__).resolve().parent.parent / "runs" / "toy-data"
+CHANGED = "not the file that it was"
+_locks: dict[Path, Any] = {}  # open files that are locked as long as this process lives
 KEPT = "run.npz"  # in the folder index: the index that the run was begun with
 OURS = (
     "checkpoints",
@@ -80,11 +83,12 @@ def open_data(config: Config, ranks: Ranks) -> tuple[Index, dict[int, str], Inde
             training, evaluation = make_toy(TOY)
         cache = config.output / "index"
         index, bad = Index.scan(training, cache=cache / "train.npz"), {}
-        kept = Index.kept(cache / KEPT, index.root) if config.resume == "changed" else None
+        going_on = config.resume == "changed" and (config.output / "config.json").exists()
+        kept = Index.kept(cache / KEPT, index.root) if going_on else None
         if kept is not None:
             changes = kept.changes(index)
             lost = set(changes["gone"] + changes["changed"])
-            bad = {i: "not the file that it was" for i, path in enumerate(kept.paths) if path in lost}
+            bad = {i: CHANGED for i, path in enumerate(kept.paths) if path in lost}
             index = kept
         _check_share(config, training, index, bad)
         if evaluation is None:
@@ -120,21 +124,41 @@ def open_output(config: Config, index: Index, ranks: Ranks) -> tuple[dict[str, A
     def open_it() -> tuple[Path | None, list[str]]:
         described = _describe(config, index)
         path = config.output / "config.json"
-        if path.exists():
-            _check_same_run(path, described, config, index)
-        elif there := [name for name in OURS if (config.output / name).exists()]:
+        new = not path.exists()
+        if new and (there := [name for name in OURS if _is_there(config.output / name)]):
             raise ValueError(
                 f"--output {config.output} holds {there[0]} but no config.json, so it is not known which run that is; "
                 "expected another folder, or its removal"
             )
-        config.output.mkdir(parents=True, exist_ok=True)
-        if not (config.output / "index" / KEPT).exists():
-            index.keep(config.output / "index" / KEPT)
+        (config.output / "checkpoints").mkdir(parents=True, exist_ok=True)
+        _lock(config.output)
+        if not new:
+            _check_same_run(path, described, config, index)
+        kept = config.output / "index" / KEPT
+        if new or Index.kept(kept, index.root) is None:
+            index.keep(kept)
         checkpoint.write_atomically(path, (json.dumps(described, indent=2) + "\n").encode())
         return checkpoint.newest(config.output / "checkpoints")
 
     newest, damaged = ranks.on_first(open_it)
     return checkpoint.load(newest) if newest else None, damaged
+
+
+def _is_there(path: Path) -> bool:
+    """Whether a run has left something there; an empty folder is nothing."""
+    return any(path.iterdir()) if path.is_dir() else path.exists()
+
+
+def _lock(output: Path) -> None:
+    """Keeps other processes from running into the same folder; ValueError where one does already."""
+    if output not in _locks:
+        file = (output / "lock").open("w")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise ValueError(f"--output {output} is in use by another process; expected another folder") from None
+        _locks[output] = file
 
 
 def save(config: Config, index: Index, loader: Loader, ranks: Ranks, step: int, parts: dict[str, Any]) -> None:
@@ -154,18 +178,21 @@ def restore(state: dict[str, Any], loader: Loader, parts: dict[str, Any]) -> Non
     for name, part in parts.items():
         if part is not None:
             part.load_state_dict(state[name])
-    loader.bad.update(state["bad"])
+    # Which files are not what they were is found anew each time: they may be back.
+    loader.bad.update({sample: reason for sample, reason in state["bad"].items() if reason != CHANGED})
 
 
 def write_skipped(config: Config, loader: Loader, ranks: Ranks, step: int) -> Path:
-    """``skipped.json``: the seed, and the samples of the batches from the last log line to ``step``. For all ranks."""
+    """``skipped.json``: the seed, and the images of the batches from the last log line to ``step``. For all ranks."""
     first, last = max(0, step - config.log_every) // config.groups, (step - 1) // config.groups
-    parts = ranks.gather({number: loader.samples(number).tolist() for number in range(first, last + 1)})
+    paths = loader.index.paths
+    mine = {number: [paths[s] for s in loader.samples(number)] for number in range(first, last + 1)}
+    parts = ranks.gather(mine)
     batches = [
         {
             "batch": number,
             "first_step": number * config.groups + 1,
-            "samples": [s for part in parts for s in part[number]],
+            "images": [path for part in parts for path in part[number]],
         }
         for number in parts[0]
     ]
@@ -218,10 +245,12 @@ def _check_same_run(path: Path, now: dict[str, Any], config: Config, index: Inde
     output = config.output
     try:
         stored = json.loads(path.read_text())
-        there, data = stored["config"], stored["data"]
-        images = data["images"]
+        there, data = dict(stored["config"]), dict(stored["data"])
+        images = int(data["images"])
     except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{path} is not the config of a run; expected another --output, or its removal") from None
+        raise ValueError(
+            f"{path} is not the config of a run; expected another --output, or the removal of the whole folder"
+        ) from None
     if config.resume == "never":
         raise ValueError(
             f"--resume never: {output} holds a run; expected another --output, or --resume auto to continue it"
@@ -242,7 +271,9 @@ def _check_same_run(path: Path, now: dict[str, Any], config: Config, index: Inde
             named = {kind: paths for kind, paths in kept.changes(index).items() if paths}
             parts = (f"{len(paths):,} {kind} ({printable(paths[0])})" for kind, paths in named.items())
             what = ", ".join([what, *parts])
+        way = "or --resume changed to go on without what is gone, changed or new"
+        if kept is None:
+            way = f"(--resume changed needs {KEPT} in its folder index, which is missing or damaged)"
         raise ValueError(
-            f"{output} holds a run on other images ({what}); expected the same --data, another --output, or --resume "
-            "changed to go on without what is gone, changed or new"
+            f"{output} holds a run on other images ({what}); expected the same --data, another --output, {way}"
         )

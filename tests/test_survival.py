@@ -132,5 +132,15 @@ def test_gradients_that_are_never_finite_stop_the_run(photos, tmp_path, capsys):
     with pytest.raises(RuntimeError, match=r"steps in a row until step \d+ had no finite gradient; .*skipped\.json"):
         main(arguments)
     dumped = json.loads((tmp_path / "skipped.json").read_text())
-    assert dumped["seed"] == 0 and all(len(batch["samples"]) == 12 for batch in dumped["batches"])
+    assert dumped["seed"] == 0 and all(len(batch["images"]) == 12 for batch in dumped["batches"])
+    assert all((photos / path).exists() for batch in dumped["batches"] for path in batch["images"])
     assert any(line["skipped"] for line in metrics(tmp_path))
+
+
+def test_a_folder_in_use_is_refused(photos, tmp_path, capsys):
+    running = start(photos, tmp_path / "run")
+    with pytest.raises(SystemExit) as ended:
+        main([*SMALL, "--data", str(photos), "--output", str(tmp_path / "run")])
+    running.terminate()
+    running.communicate(timeout=60)
+    assert ended.value.code == 2 and "in use by another process" in capsys.readouterr().err
