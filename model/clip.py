@@ -54,7 +54,7 @@ class AdaptiveClip:
 
         Where ``finite`` (a scalar on the device) is false, the gradient has to be 0 and G stays as it is.
         """
-        previous = self.flat.norms(self.average) if self.vector else self.average.clone()
+        previous = self.flat.norms(self.average) if self.vector else self.average
         scale = torch.where(self.started & (norms > self.alpha * previous), previous / norms, 1.0)
         weight = torch.where(self.started, 1 - self.momentum, 1.0) * finite
         self.average.lerp_(gradient if self.vector else norms.nan_to_num(0, 0), weight)

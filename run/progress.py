@@ -155,8 +155,7 @@ class Report:
                 record = json.loads(line)
             except ValueError:
                 continue
-            if (
-                isinstance(record, dict) and record.get("step", math.inf) <= step and "loss" in record
-            ):  # the evaluation at the end is done anew
+            # Lines without a loss are those of the evaluation at the end, which is done anew.
+            if isinstance(record, dict) and "loss" in record and record.get("step", math.inf) <= step:
                 kept.append(line + "\n")
         write_atomically(self.path, "".join(kept).encode())

@@ -119,17 +119,9 @@ class Config:
             _check(getattr(self, name) > 0, self, name, "more than 0")
         for name in ("head_hidden", "head_out", "projector_layers", "predictor_layers", "temperature", "clip_alpha"):
             _check(getattr(self, name) > 0, self, name, "more than 0")
-        for name in (
-            "threads",
-            "keep_every",
-            "knn_images",
-            "patch_size",
-            "depth",
-            "power",
-            "lr",
-            "weight_decay",
-            "warmup_epochs",
-        ):
+        for name in ("threads", "keep_every", "knn_images", "patch_size", "depth"):
+            _check(getattr(self, name) >= 0, self, name, "0 or more")
+        for name in ("power", "lr", "weight_decay", "warmup_epochs"):
             _check(getattr(self, name) >= 0, self, name, "0 or more")
         _check(
             self.batch_size >= 2, self, "batch_size", "2 or more: a contrastive loss needs something to contrast with"

@@ -24,17 +24,12 @@ from .recipes import FREE_ON_RESUME, Config
 
 # The embedded dataset: generated once, then shared by all runs of a checkout.
 TOY = Path(__file__).resolve().parent.parent / "runs" / "toy-data"
-CHANGED = "not the file that it was"
-_locks: dict[Path, Any] = {}  # open files that are locked as long as this process lives
 KEPT = "run.npz"  # in the folder index: the index that the run was begun with
-OURS = (
-    "checkpoints",
-    "metrics.jsonl",
-    "rejected.jsonl",
-    "skipped.json",
-    "encoder.safetensors",
-    "encoder.json",
-)  # beside config.json
+CHANGED = "not the file that it was"
+OURS = (  # beside config.json
+    "checkpoints", "metrics.jsonl", "rejected.jsonl", "skipped.json", "encoder.safetensors", "encoder.json",
+)  # fmt: skip
+_locks: dict[Path, Any] = {}  # open files that are locked as long as this process lives
 
 
 def encoder_arguments(config: Config) -> dict[str, int]:

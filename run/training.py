@@ -58,8 +58,7 @@ class Training:
 
     def parts(self) -> dict[str, Any]:
         """What a checkpoint has to hold, by name."""
-        parts = {"network": self.network, "key_network": self.key_network, "optimizer": self.optimizer}
-        return parts | {"clip": self.clip}
+        return {name: getattr(self, name) for name in ("network", "key_network", "optimizer", "clip")}
 
     def sample(self, batch: Batch, epoch: int) -> Tensor:
         """Patch numbers of both views for all groups of a batch: int32 [2,B,R,K]."""
