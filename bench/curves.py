@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-LONG = 60  # points from which on a line has no markers, and a noisy one a smoothed one above it
+WIDTH = 1 / 60  # of the axis: standard deviation of the smoothing, alike for runs of most lengths,
+MOST = 1 / 20  # but no more than this share of the run
 GREY = "0.45"
 STYLE = {
     "font.size": 9, "text.color": "0.2", "text.parse_math": False,  # names of folders may hold dollars
@@ -137,14 +138,13 @@ def curve(records: list[dict[str, float]], axis: str, panel: Panel) -> tuple[np.
     return x, y
 
 
-def smooth(y: np.ndarray) -> np.ndarray:
-    """Gaussian means over neighbours, of a standard deviation of a 60th of the line; gaps stay gaps."""
-    deviation = len(y) / 60
-    offsets = np.arange(-round(3 * deviation), round(3 * deviation) + 1)
-    kernel = np.exp(-((offsets / deviation) ** 2) / 2)
+def smooth(y: np.ndarray, deviation: float) -> np.ndarray:
+    """Gaussian means over neighbours, ``deviation`` in points; gaps stay gaps."""
+    reach = math.ceil(3 * deviation)
+    kernel = np.exp(-((np.arange(-reach, reach + 1) / deviation) ** 2) / 2)
     known = np.isfinite(y)
-    weights = np.convolve(known, kernel, mode="same")
-    return np.where(known, np.convolve(np.where(known, y, 0), kernel, mode="same") / np.maximum(weights, 1e-9), np.nan)
+    sums, weights = (np.convolve(row, kernel)[reach : reach + len(y)] for row in (np.where(known, y, 0), known))
+    return np.where(known, sums / np.maximum(weights, 1e-9), np.nan)
 
 
 def draw(runs: dict[str, list[dict[str, float]]], path: Path) -> None:
@@ -154,7 +154,7 @@ def draw(runs: dict[str, list[dict[str, float]]], path: Path) -> None:
     from matplotlib.lines import Line2D
 
     axis = common_axis(runs)
-    end = max(np.nanmax(positions(records, axis)) for records in runs.values())
+    end = max(np.nanmax(positions(records, axis)) for records in runs.values()) or 1
     panels = [panel for panel in PANELS if any(panel.name in record for records in runs.values() for record in records)]
     columns = 2 if len(panels) == 4 else min(len(panels), 3)
     rows = -(-len(panels) // columns)
@@ -168,7 +168,7 @@ def draw(runs: dict[str, list[dict[str, float]]], path: Path) -> None:
         for number, panel in enumerate(panels):
             axes = figure.add_subplot(rows, columns, number + 1)
             for label, records in runs.items():
-                thin |= plot(axes, *curve(records, axis, panel), panel.noisy, key[label].get_color())
+                thin |= plot(axes, *curve(records, axis, panel), panel.noisy, WIDTH * end, key[label].get_color())
             frame(axes, panel, end)
             if number // columns == rows - 1:
                 axes.set_xlabel(axis)
@@ -184,15 +184,16 @@ def draw(runs: dict[str, list[dict[str, float]]], path: Path) -> None:
         figure.savefig(path, format=path.suffix[1:] or "png")
 
 
-def plot(axes, x: np.ndarray, y: np.ndarray, noisy: bool, colour) -> bool:
-    """As it is recorded; where that is long and noisy, thin and below its smoothed line, which the answer says."""
-    short = len(y) < LONG
-    smoothed = noisy and not short
-    if smoothed:
+def plot(axes, x: np.ndarray, y: np.ndarray, noisy: bool, width: float, colour) -> bool:
+    """Points that lie apart are marked; a noisy line of dense ones is thin, below its smoothed line, which the answer
+    says. ``width``: of the smoothing, in units of x."""
+    deviation = (len(x) - 1) * min(MOST, width / max(np.ptp(x), width)) if len(x) else 0  # in points
+    dense = deviation >= 1
+    if dense and noisy:
         axes.plot(x, y, color=colour, linewidth=0.7, alpha=0.3)
-        y = smooth(y)
-    axes.plot(x, y, color=colour, linewidth=1.8, marker="o" if short else "", markersize=3.5, zorder=3)
-    return smoothed
+        y = smooth(y, deviation)
+    axes.plot(x, y, color=colour, linewidth=1.8, marker="" if dense else "o", markersize=3.5, zorder=3)
+    return dense and noisy
 
 
 def frame(axes, panel: Panel, end: float) -> None:
@@ -201,7 +202,7 @@ def frame(axes, panel: Panel, end: float) -> None:
     axes.annotate(
         panel.unit, (1, 0), xycoords=title, xytext=(6, 0), textcoords="offset points", va="bottom", color=GREY
     )
-    axes.set_xlim(-0.02 * (end or 1), 1.02 * (end or 1))
+    axes.set_xlim(-0.02 * end, 1.02 * end)
     low, high = axes.get_ylim()
     if panel.shown:
         low, high = min(low, *panel.shown), max(high, *panel.shown)
