@@ -10,6 +10,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from timm.layers import PatchEmbed
+from timm.models import checkpoint_seq
 from timm.models.vision_transformer import Attention, VisionTransformer
 from torch import Tensor, nn
 
@@ -121,7 +122,9 @@ def encode(vit: VisionTransformer, patches: Tensor, index: Tensor) -> Tensor:
         if prefix:
             extra = extra + vit.pos_embed[:, :prefix]
         tokens = torch.cat([extra.expand(len(tokens), -1, -1).to(tokens.dtype), tokens], 1)
-    tokens = vit.norm(vit.blocks(vit.norm_pre(vit.pos_drop(tokens))))
+    tokens = vit.norm_pre(vit.pos_drop(tokens))
+    tokens = checkpoint_seq(vit.blocks, tokens) if vit.grad_checkpointing and vit.training else vit.blocks(tokens)
+    tokens = vit.norm(tokens)
     return vit.forward_head(tokens, pre_logits=True)
 
 

@@ -57,6 +57,15 @@ class Config:
     knn_images: int = 0
     """Labelled images of the training set, and a quarter as many for evaluation, in the k-NN accuracy at the end;
     0 takes all of them on a GPU and 2,000 + 500 on a CPU."""
+    knn_every: float = 0
+    """Epochs between k-NN accuracies on the way, which rank 0 measures while the others wait; 0: at the end only."""
+    fsdp: bool = False
+    """Divide parameters, gradients and optimizer among the ranks (FSDP2), for models that a GPU alone does not hold.
+    Nothing changes with one rank."""
+    compress_gradients: bool = False
+    """Exchange gradients between ranks in bfloat16: half the bytes. Not with --fsdp."""
+    grad_checkpointing: bool = False
+    """Compute the activations of each block again in the backward pass: less memory, a third more work."""
 
     model: str = "vit_tiny_patch16_224"
     """Any plain Vision Transformer of timm, by its name."""
@@ -121,7 +130,7 @@ class Config:
             _check(getattr(self, name) > 0, self, name, "more than 0")
         for name in ("threads", "keep_every", "knn_images", "patch_size", "depth"):
             _check(getattr(self, name) >= 0, self, name, "0 or more")
-        for name in ("power", "lr", "weight_decay", "warmup_epochs"):
+        for name in ("power", "lr", "weight_decay", "warmup_epochs", "knn_every"):
             _check(getattr(self, name) >= 0, self, name, "0 or more")
         _check(
             self.batch_size >= 2, self, "batch_size", "2 or more: a contrastive loss needs something to contrast with"
@@ -132,6 +141,7 @@ class Config:
         _check(0 < self.keep_ratio <= 1, self, "keep_ratio", "a share above 0 and up to 1")
         _check(0 <= self.clip_momentum < 1, self, "clip_momentum", "0 up to, not including, 1")
         _check(self.ema is None or 0 <= self.ema <= 1, self, "ema", "a coefficient from 0 to 1, or None")
+        _check(not (self.fsdp and self.compress_gradients), self, "compress_gradients", "not with --fsdp")
         _check(-(2**63) <= self.seed < 2**63, self, "seed", "a 64-bit integer")
         _check(min(self.std) > 0 and max(self.std) < math.inf, self, "std", "three numbers above 0")
         _check(all(map(math.isfinite, self.mean)), self, "mean", "three numbers")
@@ -152,7 +162,7 @@ def _check(right: bool, config: Config, name: str, expected: str) -> None:
 # the same is held by their fingerprint, wherever they lie.)
 FREE_ON_RESUME = (
     "data", "eval_data", "output", "max_steps", "device", "threads", "resume", "max_bad", "checkpoint_every",
-    "keep_last", "keep_every", "log_every", "knn_images",
+    "keep_last", "keep_every", "log_every", "knn_images", "knn_every", "fsdp", "grad_checkpointing",
 )  # fmt: skip
 
 _CIFAR = dict(

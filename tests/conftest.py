@@ -69,7 +69,7 @@ def train(data, output, *more, **how):
 
 def metrics(output):
     """The logged steps without what depends on the clock."""
-    clocked = {"images_per_second", "pairs_per_second", "data_wait"}
+    clocked = {"images_per_second", "pairs_per_second", "mfu", "data_wait"}
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in line.items() if key not in clocked} for line in lines]
 

@@ -28,9 +28,8 @@ def batch(device=CPU):
 
 def state(training):
     """Copies of everything that a step changes."""
-    parts = {name: part.state_dict() for name, part in training.parts().items() if part is not None}
-    tensors = torch.utils._pytree.tree_leaves(parts)
-    return [tensor.clone() for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    tensors = torch.utils._pytree.tree_leaves(training.state_dict())
+    return [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
 
 
 def same(one, other):
@@ -42,8 +41,8 @@ def test_a_step_moves_both_networks():
     chosen = training.sample(loaded, 0)
     assert chosen.shape == (2, 4, 4, training.keep)
     before = {name: value.clone() for name, value in training.network.named_parameters()}
-    loss, similarity, finite = training.step(loaded.views, chosen[:, :, 0], 0.5)
-    assert loss > 0 and -1 <= similarity <= 1 and finite
+    (loss, similarity, spread), finite = training.step(loaded.views, chosen[:, :, 0], 0.5)
+    assert loss > 0 and -1 <= similarity <= 1 and 0 < spread < 1 and finite
     share = momentum_coefficient(CONFIG, 0.5)
     now = dict(training.network.named_parameters())
     assert all(p.grad is None for p in now.values())
@@ -60,14 +59,14 @@ def check_a_poisoned_step(device, compiled):
     for poisoned in (True, False):
         training, loaded = Training(CONFIG, device, compiled=compiled), batch(device)
         chosen = training.sample(loaded, 0)
-        assert training.step(loaded.views, chosen[:, :, 0], 0.5)[2]
+        assert training.step(loaded.views, chosen[:, :, 0], 0.5)[1]
         if poisoned:
             before = state(training)
             weight = training.network.predictor[0].weight
             kept = weight.detach().clone()
             with torch.no_grad():
                 weight[0, 0] = float("nan")
-            assert not training.step(loaded.views, chosen[:, :, 1], 0.5)[2]
+            assert not training.step(loaded.views, chosen[:, :, 1], 0.5)[1]
             with torch.no_grad():
                 weight.copy_(kept)
             assert same(state(training), before)
@@ -88,21 +87,23 @@ def test_a_gpu_trains_alike(compiled):
     for device in (CPU, torch.device("cuda")):
         training, loaded = Training(CONFIG, device, compiled=compiled and device != CPU), batch(device)
         chosen = training.sample(loaded, 0)
-        losses.append([training.step(loaded.views, chosen[:, :, r], 0.01)[0].item() for r in range(4)])
+        losses.append([training.step(loaded.views, chosen[:, :, r], 0.01)[0][0].item() for r in range(4)])
     assert losses[1] == pytest.approx(losses[0], rel=0.1)
     check_a_poisoned_step(torch.device("cuda"), compiled)
 
 
 def test_skipped_steps_are_counted_and_too_many_stop_the_run(tmp_path):
-    config = dataclasses.replace(CONFIG, output=tmp_path, log_every=10)
-    report = Report(config, Ranks(0, 1, 1, CPU), start=0, total=100, steps_per_epoch=10)
+    report = Report(
+        tmp_path, Ranks(0, 1, 1, CPU), figures=("loss", "similarity"), rates={"pairs_per_second": 4}, every=10, start=0,
+        total=100, steps_per_epoch=10,
+    )  # fmt: skip
     value, nothing = torch.tensor(2.0), torch.tensor(float("nan"))
     with report:
         for step in range(1, 11):
             bad = step in (3, 4, 5, 8)
-            report.step(step, nothing if bad else value, nothing if bad else value / 4, torch.tensor(not bad), 0.1)
+            report.step(step, [nothing] * 2 if bad else [value, value / 4], torch.tensor(not bad), 0.1)
         assert '"loss": 2.0, "similarity": 0.5' in report.path.read_text()
         assert '"skipped": 4' in report.path.read_text()
         with pytest.raises(TooManySkipped, match=f"{IN_A_ROW} steps in a row"):
             for step in range(11, 21):
-                report.step(step, nothing, nothing, torch.tensor(step > 10 + IN_A_ROW), 0.1)
+                report.step(step, [nothing] * 2, torch.tensor(step > 10 + IN_A_ROW), 0.1)
