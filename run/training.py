@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from kernels import gather_patches, sample_views
-from model import AdaptiveClip, FlatParameters, KeyNetwork, QueryNetwork, clip_units, contrastive_loss, encode
+from model import AdaptiveClip, FlatParameters, KeyNetwork, QueryNetwork, clip_units, contrastive_loss
 from pipeline import Batch
 
 from .recipes import Config, learning_rate, momentum_coefficient
@@ -61,14 +61,11 @@ class Training:
             )
         # What a step calls; the networks themselves are what is saved and exported.
         self.query, self.key = self.network, self.key_network
-        if compiled and ranks == 1:
-            self.query = torch.compile(self.network, dynamic=False)
-            self.key = self.key_network and torch.compile(self.key_network, dynamic=False)
-        elif compiled and not sharded:  # the heads talk to other ranks
-            for network in filter(None, (self.network, self.key_network)):
-                network.encode = torch.compile(encode, dynamic=False)
+        if compiled and not sharded:  # batch normalisation over the ranks included
+            self.query = torch.compile(self.network, dynamic=False, fullgraph=True)
+            self.key = self.key_network and torch.compile(self.key_network, dynamic=False, fullgraph=True)
         if ranks > 1 and not sharded:
-            self.query = DistributedDataParallel(self.network, gradient_as_bucket_view=True, static_graph=True)
+            self.query = DistributedDataParallel(self.query, gradient_as_bucket_view=True, static_graph=True)
             if config.compress_gradients:
                 self.query.register_comm_hook(None, bf16_compress_hook)
 
