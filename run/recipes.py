@@ -45,7 +45,7 @@ class Config:
     """auto: continue a run found in the output folder. never: refuse a folder that holds one. changed: continue it also
     where the images are not the same any more: without those that are gone or changed, and without new ones."""
     max_bad: float = 0.05
-    """Share of the files that may be unusable (20 files, if that is more) before a run stops."""
+    """Share of the files that may be unusable (20 files, if that is more; with 0 none) before a run stops."""
     checkpoint_every: int = 500
     """Optimizer steps between checkpoints."""
     keep_last: int = 3
