@@ -50,6 +50,7 @@ def main(arguments: list[str]) -> None:
     except (ValueError, OSError) as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"train.py: {error}", file=sys.stderr)
+        Ranks.leave()
         sys.exit(2)
 
     groups = config.groups
@@ -110,6 +111,7 @@ def main(arguments: list[str]) -> None:
                 write_rejected(config.output, index, loader.bad)
         saver.wait()
         report.say(summarise_rejected(index, loader.bad, config.output))
+        stopped = stopped or stop.agreed(0)
     encoder = training.encoder()
     ranks.leave()
     if stopped:
