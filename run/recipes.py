@@ -106,8 +106,10 @@ class Config:
     """Peak learning rate of AdamW, as it is: not scaled with the batch size."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Averaging coefficients of AdamW."""
+    # No exceptions: the code releases of MoCo v3 (main_moco.py) and of APS (main_pretrain.py) give AdamW all parameters
+    # as one group, and a constant. Frozen parameters never get a gradient, and so no decay, there as here.
     weight_decay: float = 0.05
-    """Of AdamW, on every parameter."""
+    """Of AdamW, constant, on every trained parameter: biases, norms, class token and position embeddings too."""
     warmup_epochs: float = 0.2
     """Epochs of linear warm-up, before the cosine to zero."""
     temperature: float = 0.1
@@ -166,8 +168,12 @@ def _check(right: bool, config: Config, name: str, expected: str) -> None:
 FREE_ON_RESUME = (
     "data", "eval_data", "output", "max_steps", "device", "threads", "resume", "max_bad", "checkpoint_every",
     "keep_last", "keep_every", "log_every", "knn_images", "knn_every", "fsdp", "grad_checkpointing",
+    "compress_gradients",
 )  # fmt: skip
 
+# Where the sources differ: the learning rate is that of APS's table for all three CIFAR models (its code gives 2e-3 to
+# ViT-T/2); ViT-S has 6 attention heads of 64, as in timm and in the code of APS, not 12 of 32 as in that of MoCo v3;
+# CIFAR is divided by the standard deviation of all its pixels, the code of APS divides by the mean of its images' own.
 _CIFAR = dict(
     epochs=1600, batch_size=512, warmup_epochs=20, lr=1e-3, weight_decay=0.05, temperature=0.1, image_size=32,
     patch_size=2, depth=0, position_embedding="learned", head_hidden=512, head_out=128,
@@ -204,5 +210,5 @@ def learning_rate(config: Config, epoch: float) -> float:
 
 
 def momentum_coefficient(config: Config, epoch: float) -> float:
-    """Half a cosine from ``config.ema`` to 1 over the run, as MoCo v3."""
+    """Half a cosine from ``config.ema`` to 1 over the run, as MoCo v3; for the update that follows AdamW's."""
     return 1 - (1 - config.ema) * 0.5 * (1 + math.cos(math.pi * min(epoch / config.epochs, 1.0)))

@@ -165,7 +165,8 @@ class Training:
 
 
 def flop_per_pair(network: QueryNetwork, keep: int, *, momentum: bool) -> float:
-    """Floating-point operations of a pair of views in an optimizer step, 2 per multiply-add, matrix products only.
+    """Floating-point operations of a pair of views in an optimizer step, 2 per multiply-add, matrix products of
+    the networks only.
 
     Forward F: 2 per weight and token, and 4 T^2 D for the attention of a block over T tokens. Backward: 2 F (F for the
     embedding, whose input needs no gradient; nothing where it is frozen). Keys of a momentum encoder: F, without the
@@ -209,7 +210,8 @@ def _shard(network: KeyNetwork, *, compiled: bool, half: bool) -> None:
         if compiled:
             block.compile(dynamic=False)
         fully_shard(block, **how)
-    fully_shard(network, **how)
+    # The default keeps what is left at the root together until a backward pass, which the key network never has.
+    fully_shard(network, reshard_after_forward=True, **how)
 
 
 def _like(there: Tensor | None, whole: Tensor) -> Tensor:
