@@ -163,11 +163,11 @@ def _check(right: bool, config: Config, name: str, expected: str) -> None:
         raise ValueError(f"--{name.replace('_', '-')} {getattr(config, name)}: expected {expected}")
 
 
-# Nothing that the trained weights depend on: a run may be continued with other values of these. (That the images are
-# the same is held by their fingerprint, wherever they lie.)
+# Nothing that the trained weights depend on, but for rounding: a run may be continued with other values of these. (That
+# the images are the same is held by their fingerprint, wherever they lie.)
 FREE_ON_RESUME = (
-    "data", "eval_data", "output", "max_steps", "device", "threads", "resume", "max_bad", "checkpoint_every",
-    "keep_last", "keep_every", "log_every", "knn_images", "knn_every", "fsdp", "grad_checkpointing",
+    "data", "eval_data", "output", "max_steps", "device", "precision", "threads", "resume", "max_bad",
+    "checkpoint_every", "keep_last", "keep_every", "log_every", "knn_images", "knn_every", "fsdp", "grad_checkpointing",
     "compress_gradients",
 )  # fmt: skip
 
