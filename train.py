@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> None:
 
     training = Training(config, ranks.device, ranks=ranks.count)
     start = state["step"] if state else 0
-    work = training.flop_per_pair * config.batch_size / (ranks.count * product_rate(ranks.device))
+    work = training.flop_per_pair * config.batch_size / (ranks.count * product_rate(ranks.device, half=training.half))
     rates = {"images_per_second": config.batch_size / groups, "pairs_per_second": config.batch_size, "mfu": work}
     report = Report(
         config.output, ranks, figures=FIGURES, rates=rates, every=config.log_every, start=start, total=steps,

@@ -32,6 +32,9 @@ class Training:
         self.config, self.device = config, device
         self.patch, self.grid, self.keep = plan_patches(config)
         self.on_gpu = device.type == "cuda"
+        self.half = self.on_gpu or torch.cpu._is_amx_tile_supported()
+        if config.precision != "auto":
+            self.half = config.precision == "bfloat16"
         self.network = QueryNetwork(
             new_encoder(config), hidden=config.head_hidden, out=config.head_out, seed=config.seed,
             projector_layers=config.projector_layers, predictor_layers=config.predictor_layers,
@@ -43,7 +46,7 @@ class Training:
         sharded = config.fsdp and ranks > 1
         if sharded:
             for network in filter(None, (self.network, self.key_network)):
-                _shard(network, compiled=compiled, half=self.on_gpu)
+                _shard(network, compiled=compiled, half=self.half)
         units = clip_units(self.network)
         self.flat = FlatParameters([[self.network.get_parameter(name) for name in unit] for unit in units])
         if self.key_network is not None:  # all units but the predictor, which is the last
@@ -87,9 +90,9 @@ class Training:
         """
         config = self.config
         self.optimizer.param_groups[0]["lr"] = learning_rate(config, epoch)
-        dtype = torch.bfloat16 if self.on_gpu else torch.float32
+        dtype = torch.bfloat16 if self.half else torch.float32
         patches = gather_patches(crops, chosen, patch=self.patch, mean=config.mean, std=config.std, dtype=dtype)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.on_gpu):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
             queries, projections, spread = self.query(patches, chosen)
             with torch.no_grad():
                 keys = self.key(patches, chosen) if self.key is not None else projections
@@ -180,10 +183,11 @@ def flop_per_pair(network: QueryNetwork, keep: int, *, momentum: bool) -> float:
     return 2 * (query + keys)
 
 
-def product_rate(device: torch.device) -> float:
-    """FLOP per second of a large matrix product (bfloat16 on a GPU, float32 on a CPU) at its best: MFU is the share of
+def product_rate(device: torch.device, *, half: bool) -> float:
+    """FLOP per second of a large matrix product (bfloat16 if ``half``, else float32) at its best: MFU is the share of
     it. Takes a tenth of a second."""
-    side, dtype, runs = (8192, torch.bfloat16, 20) if device.type == "cuda" else (1024, torch.float32, 3)
+    side, runs = (8192, 20) if device.type == "cuda" else (1024, 3)
+    dtype = torch.bfloat16 if half else torch.float32
     a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
     seconds = []
     for _ in range(runs):
