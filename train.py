@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 
-from model import export_encoder
+from model.export import export_encoder
 from pipeline import Index, Loader, TooManyBadFiles
 from pipeline.index import printable
 from run import knn

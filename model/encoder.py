@@ -54,7 +54,7 @@ def create_encoder(name: str, *, sincos: bool, frozen_patch_embed: bool, seed: i
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        vit = _create(name, arguments, weight_init="moco")
+        vit = create_plain(name, arguments, weight_init="moco")
         projection = vit.patch_embed.proj
         bound = math.sqrt(6 / (projection.weight[0].numel() + vit.embed_dim))  # Xavier, the patch seen as a vector
         nn.init.uniform_(projection.weight, -bound, bound)
@@ -74,11 +74,12 @@ def create_encoder(name: str, *, sincos: bool, frozen_patch_embed: bool, seed: i
 
 def patch_grid(name: str, **arguments) -> tuple[int, tuple[int, int]]:
     """Patch side P in pixels and grid (Gh, Gw) of a model, without allocating it; ValueError as ``create_encoder``."""
-    vit = _create(name, arguments, device="meta")
+    vit = create_plain(name, arguments, device="meta")
     return vit.patch_embed.patch_size[0], vit.patch_embed.grid_size
 
 
-def _create(name: str, arguments: dict, **more) -> VisionTransformer:
+def create_plain(name: str, arguments: dict, **more) -> VisionTransformer:
+    """``timm.create_model`` for models that can run on a subset of their patches; ValueError for all others."""
     try:
         vit = timm.create_model(name, **arguments, **more)
     except RuntimeError as error:  # timm's answer to an unknown name
@@ -94,10 +95,10 @@ def _create(name: str, arguments: dict, **more) -> VisionTransformer:
             "so it cannot run on a subset of patches; expected one such as vit_small_patch16_224"
         )
     height, width = vit.patch_embed.patch_size
-    image = arguments["img_size"]
-    if height != width or image % height:
+    if height != width or any(side % height for side in vit.patch_embed.img_size):
         raise ValueError(
-            f"--image-size {image} is not divisible by the patch size {height} of {name}; change one of them"
+            f"--image-size {arguments.get('img_size')} is not divisible by the patch size {height} of {name}; "
+            "change one of them"
         )
     return vit
 

@@ -47,7 +47,7 @@ def save(folder: Path, step: int, state: dict[str, Any], *, last: int = 3, every
                 raise
             raise OSError(cause.errno, cause.strerror, str(path)) from None
     for old in _all(folder)[:-last]:
-        if not every or int(old.stem.removeprefix("step-")) % every:
+        if not every or step_of(old) % every:
             old.unlink()
     return path
 
@@ -71,6 +71,11 @@ class Saver:
         if self.pending is not None:
             self.pending, pending = None, self.pending
             pending.result()
+
+
+def step_of(path: Path) -> int:
+    """The optimizer steps that were taken before a checkpoint, from its name."""
+    return int(path.stem.removeprefix("step-"))
 
 
 def newest(folder: Path) -> tuple[Path | None, list[str]]:

@@ -1,12 +1,11 @@
 import math
 
 import pytest
-import timm
 import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import create_encoder, encode, export_encoder, patch_grid, timm_arguments
+from model import create_encoder, encode, patch_grid, timm_arguments
 from model.encoder import sincos_position_embedding
 
 
@@ -103,14 +102,3 @@ def test_other_models_are_refused_by_name(name):
 def test_image_size_must_be_divisible():
     with pytest.raises(ValueError, match="--image-size 30 is not divisible by the patch size 8"):
         encoder(image_size=30)
-
-
-def test_export_loads_in_timm_with_no_key_renamed(tmp_path):
-    vit = encoder(patch_size=4, depth=3).eval()
-    arguments = timm_arguments(image_size=32, patch_size=4, depth=3)
-    path = export_encoder(
-        vit, tmp_path, name="vit_tiny_patch16_224", arguments=arguments, mean=(0, 0, 0), std=(1, 1, 1), training={}
-    )
-    loaded = timm.create_model("vit_tiny_patch16_224", checkpoint_path=str(path), **arguments).eval()
-    images = torch.randn(2, 3, 32, 32)
-    assert torch.equal(loaded(images), vit(images))
