@@ -15,6 +15,7 @@ from pipeline.index import printable
 from run import program
 from run.checkpoint import Saver
 from run.finetuning import FIGURES, Tuning, evaluate, new_model
+from run.probe import PROBES
 from run.progress import Report, TooManySkipped
 from run.ranks import Ranks
 from run.recipes import learning_rate
@@ -29,6 +30,9 @@ def main(arguments: list[str]) -> None:
         config = parse(arguments)
         ranks = Ranks.join(config.device)
         index, bad, evaluation = open_data(config, ranks, labelled=True)
+        if config.probe is not None:
+            probe(config, ranks, index, evaluation)
+            return
         vit, description = new_model(config, len(index.classes))
         threads = config.threads or ranks.default_threads()
         loader = Loader(
@@ -113,6 +117,32 @@ def parse(arguments: list[str]) -> TuneConfig:
     return config
 
 
+def probe(config: TuneConfig, ranks: Ranks, index: Index, evaluation: Index) -> None:
+    """Measures the frozen encoder, says so in a line and adds it to ``probes.jsonl``."""
+    if ranks.count > 1:
+        raise ValueError(f"--probe {config.probe} on {ranks.count} ranks; expected one process")
+    vit, description = new_model(config, 0)
+    scores = PROBES[config.probe](
+        vit.to(ranks.device), index, evaluation, images=config.probe_images, mean=description["mean"],
+        std=description["std"], device=ranks.device, threads=config.threads or ranks.default_threads(),
+    )  # fmt: skip
+    left_out = scores.pop("left_out")
+    figures = ", ".join(f"{name} {scores[name]:.2f} %" for name in ("top1", "top5") if name in scores)
+    print(
+        f"{config.probe} probe of {description['model']} {described(description)}: {figures} of "
+        f"{scores['eval_images']:,} images, after {scores['train_images']:,} for training"
+        + (f"; left out {len(left_out):,}: {named(left_out)}" if left_out else "")
+    )
+    record = {"probe": config.probe, "encoder": config.encoder, "training": description["training"], **scores}
+    with (config.output / "probes.jsonl").open("a") as file:
+        file.write(json.dumps(record | {"left_out": len(left_out)}) + "\n")
+
+
+def named(left_out: dict[str, str]) -> str:
+    """The first files that were left out, with the reasons."""
+    return "; ".join(f"{printable(path)}: {reason}" for path, reason in list(left_out.items())[:10])
+
+
 def square(vit) -> int:
     """Side of the images of a model; ValueError where they are not square."""
     height, width = vit.patch_embed.img_size
@@ -138,10 +168,9 @@ def score(tuning: Tuning, evaluation: Index, classes, report: Report, step: int,
     figures = ", ".join(f"{name} {value:.2f} %" for name, value in scores.items() if name.startswith("top"))
     if report.ranks.first:
         report.record({"step": step, "epoch": round(epoch, 4), **scores, "left_out": len(left_out)})
-    report.say(f"epoch {epoch:.4g}: {figures} of {scores['images']:,} evaluation images")
+    report.say(f"epoch {epoch:.4g}: {figures} of {scores['eval_images']:,} evaluation images")
     if left_out and last:
-        named = "; ".join(f"{printable(path)}: {reason}" for path, reason in list(left_out.items())[:10])
-        report.say(f"left out {len(left_out):,} evaluation images: {named}")
+        report.say(f"left out {len(left_out):,} evaluation images: {named(left_out)}")
     return scores
 
 

@@ -30,8 +30,8 @@ PRETRAINING = {"toy": "toy", "cifar": "cifar-vit-t", "imagenet": "imagenet-vit-s
 
 
 def new_model(config: TuneConfig, classes: int) -> tuple[VisionTransformer, dict[str, Any]]:
-    """The network as fine-tuning begins with it, on the CPU, with a new classifier, and its description as
-    ``load_encoder`` has it. ValueError for an encoder that cannot be had."""
+    """The network as fine-tuning begins with it, on the CPU, with a new classifier (none for 0 ``classes``), and its
+    description as ``load_encoder`` has it. ValueError for an encoder that cannot be had."""
     more = {"num_classes": classes, "drop_path_rate": config.drop_path}
     if config.encoder != "none":
         size = config.image_size or None
@@ -51,9 +51,10 @@ def new_model(config: TuneConfig, classes: int) -> tuple[VisionTransformer, dict
         vit = create_encoder(name, sincos=sincos, frozen_patch_embed=False, seed=config.seed, **arguments)
         training = {"method": "none"}
         description = {"model": name, "arguments": arguments, "mean": like.mean, "std": like.std, "training": training}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        nn.init.trunc_normal_(vit.head.weight, std=2e-5)  # as MAE: the encoder hears of the labels by and by
+    if classes:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            nn.init.trunc_normal_(vit.head.weight, std=2e-5)  # as MAE: the encoder hears of the labels by and by
         nn.init.zeros_(vit.head.bias)
     vit.requires_grad_(True)
     pack(vit)
@@ -164,7 +165,7 @@ def evaluate(
     """Top-1 and, with more than 5 classes, top-5 accuracy in percent, and {sample: reason} of what was left out.
 
     Each image of ``index`` counts once, whichever rank has it; labels are matched with ``classes`` by name. All ranks
-    have to call it. Keys: "top1", "top5", "top1_ema", "top5_ema", "images".
+    have to call it. Keys: "top1", "top5", "top1_ema", "top5_ema", "eval_images".
     """
     ranks, networks = tuning.ranks, tuning.networks()
     number = {name: position for position, name in enumerate(classes)}
@@ -192,11 +193,11 @@ def evaluate(
         bad.update(found)
     images = counts.pop()
     if not images:
-        raise ValueError(f"none of {len(index):,} images in {index.root} decodes")
+        raise OSError(f"none of {len(index):,} evaluation images in {index.root} decodes")
     scores: dict[str, float] = {}
     for name, top1, top5 in zip(networks, counts[::2], counts[1::2], strict=True):
         ending = f"_{name}" if name else ""
         scores[f"top1{ending}"] = 100 * top1 / images
         if len(classes) > 5:
             scores[f"top5{ending}"] = 100 * top5 / images
-    return scores | {"images": images}, bad
+    return scores | {"eval_images": images}, bad

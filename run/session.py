@@ -3,6 +3,7 @@
 import dataclasses
 import fcntl
 import json
+import os
 import platform
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ OURS = (  # beside config.json
     "checkpoints", "metrics.jsonl", "rejected.jsonl", "skipped.json", "encoder.safetensors", "encoder.json",
     "model.safetensors", "model.json",
 )  # fmt: skip
-_locks: dict[Path, Any] = {}  # open files that are locked as long as this process lives
+_locks: dict[Path, int] = {}  # descriptors of files that are locked as long as this process lives
 
 
 def encoder_arguments(config: Config) -> dict[str, int]:
@@ -165,11 +166,11 @@ def _is_there(path: Path) -> bool:
 def _lock(output: Path) -> None:
     """Keeps other processes from running into the same folder; ValueError where one does already."""
     if output not in _locks:
-        file = (output / "lock").open("w")
+        file = os.open(output / "lock", os.O_WRONLY | os.O_CREAT, 0o644)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            file.close()
+            os.close(file)
             raise ValueError(f"--output {output} is in use by another process; expected another folder") from None
         _locks[output] = file
 

@@ -34,8 +34,13 @@ class TuneConfig(RunConfig):
     encoder: str = "none"
     """Where to start: the folder of a pretraining run, its encoder.safetensors, a checkpoint with the keys of timm (and
     --model), or none: from scratch."""
+    probe: Literal["linear", "knn"] | None = None
+    """Instead of fine-tuning, measure what the frozen encoder is worth, by a linear classifier or by k-NN."""
+    probe_images: int = 0
+    """For a probe: at most so many images of each of --data and --eval-data, evenly spaced; 0 takes all."""
     output: Path = Path("runs/finetune")
-    """Folder for checkpoints, metrics and the model; a run that is found there is continued."""
+    """Folder for checkpoints, metrics and the model; a run that is found there is continued. Probes add a line to
+    probes.jsonl there."""
     epochs: float = 100
     """Passes over the images."""
     eval_every: int = 1
@@ -72,12 +77,12 @@ class TuneConfig(RunConfig):
 
     augmentation: LabelledAugmentation = field(default_factory=LabelledAugmentation)
 
-    FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (*RunConfig.FREE_ON_RESUME, "eval_every")
+    FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (*RunConfig.FREE_ON_RESUME, "eval_every", "probe_images")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check(self.eval_every > 0, self, "eval_every", "more than 0")
-        for name in ("image_size", "patch_size", "depth"):
+        for name in ("image_size", "patch_size", "depth", "probe_images"):
             check(getattr(self, name) >= 0, self, name, "0 or more")
         for name in ("clip_norm", "mixup", "cutmix"):
             check(0 <= getattr(self, name) < math.inf, self, name, "a finite number, 0 or more")

@@ -16,13 +16,14 @@ from safetensors.torch import load_file, save_file
 
 import finetune
 from run.finetuning import Tuning, new_model
+from run.probe import fit
 from run.ranks import Ranks
 from run.tuning import TUNE_RECIPES, TuneConfig
 
 TINY = (
     "--device", "cpu", "--threads", "1", "--model", "vit_tiny_patch16_224", "--depth", "1", "--image-size", "32",
     "--patch-size", "8", "--batch-size", "12", "--epochs", "6", "--log-every", "3", "--checkpoint-every", "100",
-    "--mixup", "0.8", "--cutmix", "1", "--erasing", "0.25", "--lr", "1e-3", "--ema", "0.9",
+    "--mixup", "0.8", "--cutmix", "1", "--erasing", "0.25", "--lr", "1e-3", "--ema", "0.9", "--operations", "0",
 )  # fmt: skip
 
 
@@ -67,7 +68,7 @@ def test_learns_and_exports_what_it_measured(data, tuned):
     assert [line["step"] for line in logged] == list(range(3, 31, 3))
     assert [line["step"] for line in scores] == list(range(5, 31, 5))
     assert "top5" not in scores[-1]  # of three classes
-    assert (scores[-1]["images"], scores[-1]["left_out"]) == (27, 1)
+    assert (scores[-1]["eval_images"], scores[-1]["left_out"]) == (27, 1)
     assert scores[-1]["top1"] > 80 and scores[-1]["top1_ema"] > 80  # by chance 33
     for name, key in (("model", "top1"), ("model_ema", "top1_ema")):
         known = json.loads((tuned / f"{name}.json").read_text())
@@ -109,7 +110,7 @@ def test_stopped_by_a_signal_and_continued_gives_the_same_bytes(data, tuned, tmp
     arguments = ["--data", data / "train", "--eval-data", data / "val", "--output", tmp_path / "begun"]
     assert "on 2 x cpu" in run_program("finetune.py", *TINY, *arguments, ranks=2).stdout
     together = metrics(tmp_path / "begun")[-1]
-    assert (together["step"], together["images"], together["left_out"]) == (30, 27, 1)
+    assert (together["step"], together["eval_images"], together["left_out"]) == (30, 27, 1)
     with pytest.raises(SystemExit, match="2"):  # the folder is that of another run
         tune(data, tmp_path / "begun", "--lr", "2e-3")
     tune(data, tmp_path / "begun")
@@ -163,6 +164,41 @@ def test_an_encoder_is_taken_whole_or_not_at_all(data, tuned, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         finetune.main([*more, "--output", str(tmp_path / "run")])
     assert "1 missing: blocks.0.mlp.fc1.weight" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["linear", "knn"])
+def test_probes_leave_the_encoder_as_it_is(data, tuned, tmp_path, capsys, monkeypatch, kind):
+    """The network that has learned the three classes, frozen, tells them apart."""
+    seen = []
+    made = finetune.new_model
+    monkeypatch.setattr(finetune, "new_model", lambda *how: seen.append(made(*how)) or seen[-1])
+    arguments = ["--data", str(data / "train"), "--eval-data", str(data / "val"), "--device", "cpu", "--threads", "1"]
+    finetune.main(
+        [*arguments, "--encoder", str(tuned / "model.safetensors"), "--probe", kind, "--output", str(tmp_path)]
+    )
+    said = capsys.readouterr().out
+    record = json.loads((tmp_path / "probes.jsonl").read_text())
+    assert said.count("\n") == 1 and f"top1 {record['top1']:.2f} %" in said and "cut.jpg" in said
+    assert (record["eval_images"], record["train_images"], record["left_out"]) == (27, 60, 1)
+    assert record["top1"] > 80
+    state = load_file(tuned / "model.safetensors")
+    for name, tensor in seen[0][0].state_dict().items():
+        assert torch.equal(tensor, state[name])
+    assert not (tmp_path / "config.json").exists()
+
+
+def test_linear_fit_is_the_minimum_of_what_it_says():
+    torch.manual_seed(0)
+    rows, labels = torch.randn(200, 6).double(), torch.randint(0, 3, (200,))
+
+    def objective(weights):
+        scores = rows @ weights[:, :-1].T + weights[:, -1]
+        return torch.nn.functional.cross_entropy(scores, labels) + 0.05 / 2 * weights[:, :-1].square().sum()
+
+    found = fit(rows, labels, 3, 0.05)
+    least = objective(found)
+    assert torch.autograd.functional.jacobian(objective, found).abs().max() < 1e-5
+    assert all(least <= objective(found + 0.01 * torch.randn(3, 7)) for _ in range(20))
 
 
 def test_recipes_are_those_of_the_field():
