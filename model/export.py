@@ -77,7 +77,8 @@ def hub_config(vit: VisionTransformer, description: dict[str, Any]) -> dict[str,
     """timm's ``config.json``.
 
     Not by timm's ``save_for_hf``, which would hand on the licence, the tag and the preparation of images that belong to
-    timm's own weights of this architecture. The preparation given here is that of our k-NN accuracy.
+    timm's own weights of this architecture. The one given here is that of our k-NN accuracy, but for sizes and places
+    that timm rounds to whole pixels.
     """
     height, width = vit.patch_embed.img_size
     small = min(height, width) < 64  # as pipeline.evaluation_batches has it
@@ -178,7 +179,9 @@ def model_card(vit: VisionTransformer, description: dict[str, Any], options: dic
             "k-NN accuracy (k = 20, votes weighted by cosine similarity) of the frozen features, on "
             f"{known['knn_queries']:,} evaluation images\nwith {known['knn_bank']:,} training images as the bank: "
             f"**{known['knn_trained']:.1f} %**, against {known['knn_untrained']:.1f} % of the same network untrained. "
-            "One run.\n\nNot measured: other seeds"
+            "One run.\n"
+            "(timm's transform, as below, rounds sizes to whole pixels: with it the figure may differ a little.)\n\n"
+            "Not measured: other seeds"
         )
     return _CARD.format(
         name=description["model"], features=vit.num_features, measured=measured,

@@ -1,7 +1,8 @@
 """Augmentation of training with labels: one view, by a crop or a shift, a flip and RandAugment.
 
 As in ``stream``, every parameter is a pure function of (seed, epoch, sample id). The operations of RandAugment
-(arXiv 1909.13719) are DALI's own (``nvidia.dali.auto_aug``), chosen here rather than by its random numbers.
+(arXiv 1909.13719) are DALI's own (``nvidia.dali.auto_aug``), chosen here rather than by its random numbers; timm's list
+has invert and a solarisation by addition beside them, and no identity.
 """
 
 import dataclasses

@@ -19,7 +19,7 @@ _BAD_FLOOR = 20  # so many bad files are allowed however few there are
 
 def bad_limit(files: int, share: float) -> int:
     """How many of so many files may be bad before a run stops."""
-    return max(_BAD_FLOOR, int(share * files))
+    return max(_BAD_FLOOR, int(share * files)) if share else 0
 
 
 @dataclasses.dataclass

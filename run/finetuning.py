@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
-from model import create_encoder
+from model import create_encoder, timm_arguments
 from model.encoder import pack
 from pipeline import Index, evaluation_batches
 
@@ -38,15 +38,9 @@ def new_model(config: TuneConfig, classes: int) -> tuple[VisionTransformer, dict
         vit, description = load_encoder(config.encoder, model=config.model, image_size=size, **more)
     else:
         like = RECIPES[PRETRAINING[config.recipe]]
-        own = config.model is None
         name = config.model or like.model
-        arguments = more | {"img_size": config.image_size or like.image_size}
-        for key, given, default in (
-            ("patch_size", config.patch_size, like.patch_size),
-            ("depth", config.depth, like.depth),
-        ):
-            if side := given or (own and default):
-                arguments[key] = side
+        sizes = {key: getattr(config, key) or getattr(like, key) for key in ("image_size", "patch_size", "depth")}
+        arguments = timm_arguments(**sizes) | more
         sincos = config.position_embedding == "sincos"
         vit = create_encoder(name, sincos=sincos, frozen_patch_embed=False, seed=config.seed, **arguments)
         training = {"method": "none"}
@@ -94,7 +88,7 @@ class Tuning:
         """Optimizer step number ``step`` (the first is 0) on uint8 [B,H,W,3] and int64 [B].
 
         ``epoch``: passes over the images so far, fractions included, as the schedule counts. Returns the ``FIGURES``
-        and whether the gradient was finite (where not, nothing is changed): scalars on the device.
+        and whether the gradient was finite (where not, the weights stay as they are): scalars on the device.
         """
         config = self.config
         seed_everything(config.seed, step, self.ranks.rank)
@@ -109,7 +103,7 @@ class Tuning:
         smoothing = config.smoothing if self.mix is None else 0.0  # mixed labels are smooth already
         loss = F.cross_entropy(scores.float(), labels, label_smoothing=smoothing)
         loss.backward()
-        parameters = list(self.network.parameters())
+        parameters = [parameter for parameter in self.network.parameters() if parameter.grad is not None]
         norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters])
         if config.clip_norm:
             nn.utils.clip_grads_with_norm_(parameters, config.clip_norm, norm)

@@ -40,7 +40,7 @@ class RunConfig:
     """auto: continue a run found in the output folder. never: refuse a folder that holds one. changed: continue it also
     where the images are not the same any more: without those that are gone or changed, and without new ones."""
     max_bad: float = 0.05
-    """Share of the files that may be unusable (20 files, if that is more) before a run stops."""
+    """Share of the files that may be unusable (20 files, if that is more; with 0 none) before a run stops."""
     checkpoint_every: int = 500
     """Optimizer steps between checkpoints."""
     keep_last: int = 3
@@ -99,8 +99,10 @@ class Config(RunConfig):
     """Passes over the images. Each loaded image gives GROUPS optimizer steps."""
     seed: int = 0
     """Any 64-bit integer: initial weights, order, augmentation and patches follow from it."""
+    # No exceptions: the code releases of MoCo v3 (main_moco.py) and of APS (main_pretrain.py) give AdamW all parameters
+    # as one group, and a constant. Frozen parameters never get a gradient, and so no decay, there as here.
     weight_decay: float = 0.05
-    """Of AdamW, on every parameter."""
+    """Of AdamW, constant, on every trained parameter: biases, norms, class token and position embeddings too."""
     knn_images: int = 0
     """Labelled images of the training set, and a quarter as many for evaluation, in the k-NN accuracy at the end;
     0 takes all of them on a GPU and 2,000 + 500 on a CPU."""
@@ -161,6 +163,7 @@ class Config(RunConfig):
 
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (
         *RunConfig.FREE_ON_RESUME, "knn_images", "knn_every", "fsdp", "grad_checkpointing",
+        "compress_gradients",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -188,6 +191,9 @@ def check(right: bool, config: RunConfig, name: str, expected: str) -> None:
         raise ValueError(f"--{name.replace('_', '-')} {getattr(config, name)}: expected {expected}")
 
 
+# Where the sources differ: the learning rate is that of APS's table for all three CIFAR models (its code gives 2e-3 to
+# ViT-T/2); ViT-S has 6 attention heads of 64, as in timm and in the code of APS, not 12 of 32 as in that of MoCo v3;
+# CIFAR is divided by the standard deviation of all its pixels, the code of APS divides by the mean of its images' own.
 _CIFAR = dict(
     epochs=1600, batch_size=512, warmup_epochs=20, lr=1e-3, weight_decay=0.05, temperature=0.1, image_size=32,
     patch_size=2, depth=0, position_embedding="learned", head_hidden=512, head_out=128,
@@ -224,5 +230,5 @@ def learning_rate(config: RunConfig, epoch: float) -> float:
 
 
 def momentum_coefficient(config: Config, epoch: float) -> float:
-    """Half a cosine from ``config.ema`` to 1 over the run, as MoCo v3."""
+    """Half a cosine from ``config.ema`` to 1 over the run, as MoCo v3; for the update that follows AdamW's."""
     return 1 - (1 - config.ema) * 0.5 * (1 + math.cos(math.pi * min(epoch / config.epochs, 1.0)))

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from kernels import gather_patches, sample_views
-from model import AdaptiveClip, FlatParameters, KeyNetwork, QueryNetwork, clip_units, contrastive_loss, encode
+from model import AdaptiveClip, FlatParameters, KeyNetwork, QueryNetwork, clip_units, contrastive_loss
 from pipeline import Batch
 
 from .recipes import Config, learning_rate, momentum_coefficient
@@ -61,14 +61,11 @@ class Training:
             )
         # What a step calls; the networks themselves are what is saved and exported.
         self.query, self.key = self.network, self.key_network
-        if compiled and ranks == 1:
-            self.query = torch.compile(self.network, dynamic=False)
-            self.key = self.key_network and torch.compile(self.key_network, dynamic=False)
-        elif compiled and not sharded:  # the heads talk to other ranks
-            for network in filter(None, (self.network, self.key_network)):
-                network.encode = torch.compile(encode, dynamic=False)
+        if compiled and not sharded:  # batch normalisation over the ranks included
+            self.query = torch.compile(self.network, dynamic=False, fullgraph=True)
+            self.key = self.key_network and torch.compile(self.key_network, dynamic=False, fullgraph=True)
         if ranks > 1 and not sharded:
-            self.query = DistributedDataParallel(self.network, gradient_as_bucket_view=True, static_graph=True)
+            self.query = DistributedDataParallel(self.query, gradient_as_bucket_view=True, static_graph=True)
             if config.compress_gradients:
                 self.query.register_comm_hook(None, bf16_compress_hook)
 
@@ -162,7 +159,8 @@ class Training:
 
 
 def flop_per_pair(network: QueryNetwork, keep: int, *, momentum: bool) -> float:
-    """Floating-point operations of a pair of views in an optimizer step, 2 per multiply-add, matrix products only.
+    """Floating-point operations of a pair of views in an optimizer step, 2 per multiply-add, matrix products of
+    the networks only.
 
     Forward F: 2 per weight and token, and 4 T^2 D for the attention of a block over T tokens. Backward: 2 F (F for the
     embedding, whose input needs no gradient; nothing where it is frozen). Keys of a momentum encoder: F, without the
@@ -205,7 +203,8 @@ def _shard(network: KeyNetwork, *, compiled: bool, half: bool) -> None:
         if compiled:
             block.compile(dynamic=False)
         fully_shard(block, **how)
-    fully_shard(network, **how)
+    # The default keeps what is left at the root together until a backward pass, which the key network never has.
+    fully_shard(network, reshard_after_forward=True, **how)
 
 
 def _like(there: Tensor | None, whole: Tensor) -> Tensor:

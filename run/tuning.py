@@ -8,7 +8,8 @@ Sources, as no recipe here is of our own making:
   augmentation, which that code sets and does not use; its crops are those of CIFAR since ResNet (arXiv 1512.03385).
 - of both: AdamW, weight decay 0.05, 5 epochs of warm-up, drop path 0.1, mixup 0.8, cutmix 1, smoothing 0.1, erasing
   0.25, RandAugment of two operations at 9 of 10, each with probability 1/2 (timm's rand-m9-mstd0.5-inc1).
-Both decay to 1e-5 or 1e-6 where we decay to 0.
+They decay to 1e-5 or 1e-6 where we decay to 0, and resize by cubic filters where DALI's is a triangle. MAE pools the
+patches; here an encoder is pooled as it was pretrained.
 """
 
 import dataclasses
@@ -52,9 +53,9 @@ class TuneConfig(RunConfig):
     image_size: int = 0
     """Pixels a side of a crop; 0 takes the encoder's own, from scratch that of the pretraining recipe."""
     patch_size: int = 0
-    """From scratch: pixels a side of a patch; 0 takes the model's own."""
+    """From scratch: pixels a side of a patch; 0 takes that of the pretraining recipe."""
     depth: int = 0
-    """From scratch: transformer blocks; 0 takes the model's own."""
+    """From scratch: transformer blocks; 0 takes that of the pretraining recipe."""
     position_embedding: Literal["sincos", "learned"] = "sincos"
     """From scratch: what the position embedding, which is trained, is at first."""
 

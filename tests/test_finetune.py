@@ -201,6 +201,29 @@ def test_linear_fit_is_the_minimum_of_what_it_says():
     assert all(least <= objective(found + 0.01 * torch.randn(3, 7)) for _ in range(20))
 
 
+def test_a_step_without_a_finite_gradient_changes_no_weight():
+    config = finetune.parse([*TINY, "--data", "x", "--eval-data", "x"])
+    tuning = Tuning(config, *new_model(config, 3), Ranks(0, 1, 1, torch.device("cpu")))
+    images, labels = torch.randint(0, 256, (12, 32, 32, 3), dtype=torch.uint8), torch.arange(12) % 3
+    for broken in (False, True, False):
+        before = {name: tensor.clone() for name, tensor in tuning.network.state_dict().items()}
+        mean = tuning.mean.clone()
+        tuning.mean += float("nan") if broken else 0
+        _, finite = tuning.step(images, labels, 1, 2.0)
+        tuning.mean.copy_(mean)
+        after = tuning.network.state_dict()
+        assert finite != broken
+        assert all(torch.equal(before[name], after[name]) for name in before) == broken
+        assert all(tensor.isfinite().all() for tensor in after.values())
+
+
+@pytest.mark.gpu
+def test_learns_on_a_gpu(data, tmp_path):
+    tune(data, tmp_path / "run", "--device", "cuda", "--operations", "2")
+    assert [line for line in metrics(tmp_path / "run") if "top1" in line][-1]["top1"] > 80
+    tune(data, tmp_path / "probe", "--device", "cuda", "--probe", "linear")
+
+
 def test_recipes_are_those_of_the_field():
     """MAE's fine-tuning of ViT-B on ImageNet (arXiv 2111.06377, table 9) and the code release of APS for CIFAR."""
     for name, recipe in (("imagenet", (1024, 2e-3, 0.65)), ("cifar", (128, 5e-4, 1.0))):

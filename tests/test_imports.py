@@ -13,7 +13,7 @@ def test_importing_does_nothing():
     """No CUDA context, no warning, no thread, no argument parser, no change of torch's random state."""
     code = (
         "import sys, threading, torch; state = torch.random.get_rng_state();"
-        "import kernels, pipeline, model, run.session, run.knn, run.progress, train;"
+        "import kernels, pipeline, model, run.session, run.knn, run.pretrained, run.progress, train;"
         "assert torch.equal(state, torch.random.get_rng_state());"
         "assert not torch.cuda.is_initialized() and threading.active_count() == 1 and 'tyro' not in sys.modules"
     )

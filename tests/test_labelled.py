@@ -24,6 +24,8 @@ def test_draws_follow_their_laws():
     assert np.abs(magnitude.mean(0) - 27).max() < 0.6 and magnitude.max() == graph.BINS - 1
     assert np.abs(sign.mean(0) - 0.5).max() < 0.015 and set(np.unique(sign)) == {0, 1}
     assert abs(np.corrcoef(number.T)[0, 1]) < 0.03 and abs(np.corrcoef(magnitude[:, 0], number[:, 0])[0, 1]) < 0.03
+    applied = number != graph.IDENTITY
+    assert abs(sign[applied].mean() - 0.5) < 0.015
     assert [np.abs((drawn.shifts == s).mean(0) - 1 / 9).max() < 0.01 for s in range(-4, 5)] == [True] * 9
     assert (drawn.boxes == [0, 0, 40, 60]).all() and abs(drawn.flips.mean() - 0.5) < 0.015
 
