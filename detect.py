@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import sys
-import time
 
 import numpy as np
 import torch
@@ -38,7 +37,7 @@ from run.detection import (
     open_data,
     open_output,
 )
-from run.progress import IN_A_ROW, TooManySkipped
+from run.progress import TooManySkipped
 from run.ranks import Ranks
 from run.signals import STOPPED, StopRequest
 
@@ -86,7 +85,7 @@ def main(arguments: list[str]) -> None:
     for line in damaged:
         log.say(f"{line}; the run goes on from the one before")
     log.say(
-        f"encoder {config.encoder}, {config.image_size} px; {len(data):,} images with {len(data.categories)} categories, "
+        f"encoder {config.encoder}, {config.image_size} px; {len(data):,} images, {len(data.categories)} categories, "
         f"batch {config.batch_size} on {ranks.count} x {device.type}; "
         + (f"steps {start + 1} to {steps}" if start < steps else f"all {start} steps are done")
         + (f"; {data.unusable:,} objects without area are left out" if data.unusable else "")

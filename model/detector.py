@@ -39,6 +39,7 @@ def create_detector(
             min_size=size, max_size=size, size_divisible=size, _skip_resize=True, image_mean=mean, image_std=std,
             rpn_anchor_generator=AnchorGenerator(((32,), (64,), (128,), (256,), (512,)), ((0.5, 1.0, 2.0),) * 5),
             rpn_head=RPNHead(width, num_anchors=3, conv_depth=2),
+            rpn_pre_nms_top_n_train=2 * proposals, rpn_pre_nms_top_n_test=proposals,  # of each level
             rpn_post_nms_top_n_train=proposals, rpn_post_nms_top_n_test=proposals,
             box_batch_size_per_image=proposals // 2,
             box_head=FastRCNNConvFCHead((width, 7, 7), [width] * 4, [1024], norm_layer=LayerNorm2d),

@@ -145,8 +145,8 @@ FREE_ON_RESUME = (
 
 RECIPES = {
     "toy": DetectionConfig(
-        model="vit_tiny_patch16_224", patch_size=8, depth=4, epochs=10, batch_size=8, workers=0, checkpoint_every=200,
-        log_every=20, image_size=128, scale=(0.8, 1.25), window=0, width=64, proposals=64, lr=1e-3, weight_decay=0.05,
+        model="vit_tiny_patch16_224", patch_size=8, depth=4, epochs=5, batch_size=4, workers=0, checkpoint_every=200,
+        image_size=128, scale=(0.8, 1.25), window=0, width=64, proposals=64, lr=5e-4, weight_decay=0.05,
         layer_decay=1.0, drop_path=0.0, warmup_steps=50,
     ),
     "coco": DetectionConfig(recipe="coco", model="vit_base_patch16_224"),
