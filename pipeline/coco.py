@@ -340,6 +340,7 @@ def _runs(shape: list | dict, height: int, width: int) -> dict:
     """The mask of an object in pycocotools' compressed form."""
     from pycocotools import mask as rle
 
-    if isinstance(shape, list):
-        shape = rle.merge(rle.frPyObjects(shape, height, width)) if shape else {"counts": [height * width]}
+    if isinstance(shape, list) and shape:
+        return rle.merge(rle.frPyObjects(shape, height, width))
+    shape = shape or {"size": [height, width], "counts": [height * width]}
     return rle.frPyObjects(shape, height, width) if isinstance(shape["counts"], list) else shape

@@ -123,7 +123,7 @@ class DetectionConfig:
         for split in ("train", "eval"):
             both = [getattr(self, f"{split}_{what}") is None for what in ("annotations", "images")]
             if both[0] != both[1]:
-                raise ValueError(f"--{split}-annotations and --{split}-images: expected both or neither")
+                raise ValueError(f"--{split}-annotations, --{split}-images: expected both or neither")
         if self.eval_annotations is not None and self.train_annotations is None:
             raise ValueError("--eval-annotations without --train-annotations: expected both or neither")
         if self.encoder == "none" and self.model is None:
@@ -178,7 +178,11 @@ def new_detector(config: DetectionConfig, categories: int) -> nn.Module:
 def new_optimizer(config: DetectionConfig, detector: nn.Module) -> torch.optim.AdamW:
     """AdamW; the learning rate of each of its groups is to be multiplied with the "lr_scale" there."""
     vit, decay = detector.backbone.vit, config.weight_decay
-    groups = param_groups_layer_decay(vit, decay, vit.no_weight_decay(), layer_decay=config.layer_decay)
+    groups = param_groups_layer_decay(
+        vit, weight_decay=decay, no_weight_decay_list=vit.no_weight_decay(), layer_decay=config.layer_decay
+    )
+    for group in groups:
+        group["lr_scale"] *= config.layer_decay  # timm takes the last block for the top layer; that is the heads here
     rest = [parameter for name, parameter in detector.named_parameters() if not name.startswith("backbone.vit.")]
     for flat in (False, True):  # biases and norms have one dimension
         some = [parameter for parameter in rest if (parameter.ndim < 2) == flat]
