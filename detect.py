@@ -29,7 +29,7 @@ from run.detection import (
     MAX_BAD,
     RECIPES,
     DetectionConfig,
-    Log,
+    LOSSES,
     describe,
     learning_rate,
     new_detector,
@@ -37,7 +37,7 @@ from run.detection import (
     open_data,
     open_output,
 )
-from run.progress import TooManySkipped
+from run.progress import Report, TooManySkipped
 from run.ranks import Ranks
 from run.signals import STOPPED, StopRequest
 
@@ -65,8 +65,11 @@ def main(arguments: list[str]) -> None:
     start = state["step"] if state else 0
 
     optimizer = new_optimizer(config, detector)
-    log = Log(config, ranks, start=start, total=steps, steps_per_epoch=steps_per_epoch)
-    parts = {"detector": detector, "optimizer": optimizer, "log": log}
+    report = Report(
+        config.output, ranks, figures=("loss", *LOSSES), rates={"images_per_second": config.batch_size},
+        every=config.log_every, start=start, total=steps, steps_per_epoch=steps_per_epoch,
+    )  # fmt: skip
+    parts = {"detector": detector, "optimizer": optimizer, "report": report}
     bad: dict[str, str] = {}  # {file: reason}
     if state:
         for name, part in parts.items():
@@ -83,8 +86,8 @@ def main(arguments: list[str]) -> None:
     )  # fmt: skip
 
     for line in damaged:
-        log.say(f"{line}; the run goes on from the one before")
-    log.say(
+        report.say(f"{line}; the run goes on from the one before")
+    report.say(
         f"encoder {config.encoder}, {config.image_size} px; {len(data):,} images, {len(data.categories)} categories, "
         f"batch {config.batch_size} on {ranks.count} x {device.type}; "
         + (f"steps {start + 1} to {steps}" if start < steps else f"all {start} steps are done")
@@ -92,8 +95,8 @@ def main(arguments: list[str]) -> None:
     )
     network.train()
     stopped, step = False, start
-    with StopRequest(ranks) as stop:
-        for batch in log.waiting_for(loader):
+    with report, StopRequest(ranks) as stop:
+        for batch in report.waiting_for(iter(loader)):
             images = [image.to(device, non_blocking=True).float() / 255 for image, _, _ in batch]
             targets = [{k: t.to(device, non_blocking=True) for k, t in target.items()} for _, target, _ in batch]
             for *_, unread in batch:
@@ -107,14 +110,14 @@ def main(arguments: list[str]) -> None:
             torch.manual_seed(_seed(config.seed, step, ranks.rank))  # of the samples of regions, and of drop path
             with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
                 losses: dict[str, Tensor] = network(images, targets)
-            sum(losses.values()).backward()
-            norm = torch.nn.utils.clip_grad_norm_(detector.parameters(), config.clip)
-            finite = bool(norm.isfinite())  # the same on all ranks
-            if finite:
+            loss = sum(losses.values())
+            loss.backward()
+            finite = torch.nn.utils.clip_grad_norm_(detector.parameters(), config.clip).isfinite()
+            if finite:  # the same on all ranks, which have the same gradient
                 optimizer.step()
             optimizer.zero_grad()
             step += 1
-            log.step(step, losses, finite, rate)
+            report.step(step, [value.detach() for value in (loss, *map(losses.get, LOSSES))], finite, rate)
 
             stopped = stop.agreed(step) and step < steps
             if step % config.checkpoint_every == 0 or step == steps or stopped:
@@ -127,21 +130,21 @@ def main(arguments: list[str]) -> None:
             if stopped:
                 break
     if bad:
-        log.say(f"{len(bad):,} images cannot be read, others stood in for them: {_named(bad)}")
+        report.say(f"{len(bad):,} images cannot be read, others stood in for them: {_named(bad)}")
     if stopped:
         ranks.leave()
-        log.say(f"stopped on request after step {step}, which is saved; the same command goes on from there")
+        report.say(f"stopped on request after step {step}, which is saved; the same command goes on from there")
         sys.exit(STOPPED)
     if evaluation is not None:
         figures, results, unread = evaluate(
             detector, evaluation, size=config.image_size, workers=config.workers, ranks=ranks
         )
         if unread:
-            log.say(f"{len(unread):,} images cannot be read, nothing is found in them: {_named(unread)}")
+            report.say(f"{len(unread):,} images cannot be read, nothing is found in them: {_named(unread)}")
         if ranks.first:
             checkpoint.write_atomically(config.output / "detections.json", json.dumps(results).encode())
-            log.record({"step": step, "eval_images": len(evaluation), "eval_unread": len(unread), **figures})
-            log.say(f"average precision on {len(evaluation):,} images, in percent:\n{table(figures)}")
+            report.record({"step": step, "eval_images": len(evaluation), "eval_unread": len(unread), **figures})
+            report.say(f"average precision on {len(evaluation):,} images, in percent:\n{table(figures)}")
     ranks.leave()
 
 

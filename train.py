@@ -6,12 +6,14 @@ torchrun --nproc-per-node 8 train.py --recipe imagenet-vit-s --data FOLDER --out
 
 import argparse
 import os
+import signal
 import sys
 
-from model import export_encoder
+from model.export import export_encoder
 from pipeline import Index, Loader, TooManyBadFiles
 from pipeline.index import printable
 from run import knn
+from run.checkpoint import Saver
 from run.progress import Report, TooManySkipped
 from run.ranks import Ranks
 from run.recipes import RECIPES, Config, learning_rate
@@ -28,7 +30,7 @@ from run.session import (
     write_skipped,
 )
 from run.signals import STOPPED, StopRequest
-from run.training import Training
+from run.training import FIGURES, Training, product_rate
 
 
 def main(arguments: list[str]) -> None:
@@ -57,11 +59,17 @@ def main(arguments: list[str]) -> None:
 
     training = Training(config, ranks.device, ranks=ranks.count)
     start = state["step"] if state else 0
-    report = Report(config, ranks, start=start, total=steps, steps_per_epoch=steps_per_epoch)
-    parts = training.parts() | {"report": report}
+    work = training.flop_per_pair * config.batch_size / (ranks.count * product_rate(ranks.device))
+    rates = {"images_per_second": config.batch_size / groups, "pairs_per_second": config.batch_size, "mfu": work}
+    report = Report(
+        config.output, ranks, figures=FIGURES, rates=rates, every=config.log_every, start=start, total=steps,
+        steps_per_epoch=steps_per_epoch,
+    )  # fmt: skip
     if state:
-        restore(state, loader, parts)
+        restore(state, loader, training, report)
         del state
+    saver = Saver(config.output / "checkpoints", last=config.keep_last, every=config.keep_every)
+    knn_every = config.knn_every * steps_per_epoch  # steps
     if ranks.first:
         write_rejected(config.output, index, loader.bad)
 
@@ -81,12 +89,16 @@ def main(arguments: list[str]) -> None:
                 # The patches that one group leaves over are the views of the next. A run may have stopped between two.
                 for group in range(step % groups, min(groups, steps - step // groups * groups)):
                     epoch = step / steps_per_epoch  # passes over the images, as the schedules count
-                    loss, similarity, finite = training.step(batch.views, chosen[:, :, group], epoch)
+                    figures, finite = training.step(batch.views, chosen[:, :, group], epoch)
                     step += 1
-                    report.step(step, loss, similarity, finite, learning_rate(config, epoch))
+                    report.step(step, figures, finite, learning_rate(config, epoch))
+                    if evaluation and knn_every and step // knn_every > (step - 1) // knn_every and step < steps:
+                        encoder = training.encoder()
+                        if ranks.first:
+                            score(config, {"trained": encoder}, index, evaluation, report, step, threads)
                     stopped = stop.agreed(step) and step < steps
                     if step % config.checkpoint_every == 0 or step == steps or stopped:
-                        save(config, index, loader, ranks, step, parts)
+                        save(saver, config, loader, ranks, step, training, report)
                     if stopped:
                         break
                 if stopped:
@@ -96,13 +108,15 @@ def main(arguments: list[str]) -> None:
         finally:  # also where there are too many
             if ranks.first:
                 write_rejected(config.output, index, loader.bad)
+        saver.wait()
         report.say(summarise_rejected(index, loader.bad, config.output))
+    encoder = training.encoder()
     ranks.leave()
     if stopped:
         report.say(f"stopped on request after step {step}, which is saved; the same command goes on from there")
         sys.exit(STOPPED)
     if ranks.first:
-        finish(config, training.network.encoder, index, evaluation, report, step, threads)
+        finish(config, encoder, index, evaluation, report, step, threads)
 
 
 def parse(arguments: list[str]) -> Config:
@@ -116,32 +130,40 @@ def parse(arguments: list[str]) -> Config:
     return tyro.cli(tyro.conf.OmitArgPrefixes[Config], prog="train.py", default=default, args=arguments)
 
 
+def score(
+    config: Config, encoders: dict, index: Index, evaluation: Index, report: Report, step: int, threads: int
+) -> dict:
+    """k-NN accuracy of encoders, said and recorded: {"knn_bank", "knn_queries", "knn_NAME" in percent}, or nothing."""
+    device = report.ranks.device
+    bank = config.knn_images or (2_000 if device.type == "cpu" else max(len(index), 4 * len(evaluation)))
+    try:
+        scores = knn.compare(
+            encoders, index, evaluation, bank=bank, queries=max(1, bank // 4),
+            mean=config.mean, std=config.std, device=device, threads=threads,
+        )  # fmt: skip
+    except ValueError as error:  # a whole training does not end without its encoder for that
+        report.say(f"no k-NN accuracy: {error}")
+        return {}
+    if bad := scores.pop("knn_bad"):
+        named = "; ".join(f"{printable(path)}: {reason}" for path, reason in list(bad.items())[:10])
+        report.say(f"left out {len(bad):,} images of the k-NN accuracy: {named}")
+    report.record({"step": step, "epoch": round(step / report.steps_per_epoch, 4), **scores})
+    figures = ", ".join(f"{scores[f'knn_{name}']:.1f} % {name}" for name in encoders)
+    report.say(
+        f"k-NN accuracy on {scores['knn_queries']:,} of {len(evaluation):,} images, {scores['knn_bank']:,} as "
+        f"the bank: {figures}"
+    )
+    return scores
+
+
 def finish(
     config: Config, encoder, index: Index, evaluation: Index | None, report: Report, step: int, threads: int
 ) -> None:
     """Measures and exports the encoder, on rank 0."""
     training = {"method": "APS", "recipe": config.recipe, "steps": step, "images": len(index)}
     if evaluation is not None:
-        device = report.ranks.device
-        bank = config.knn_images or (2_000 if device.type == "cpu" else max(len(index), 4 * len(evaluation)))
-        try:
-            scores = knn.compare(
-                {"untrained": new_encoder(config).to(device), "trained": encoder},
-                index, evaluation, bank=bank, queries=max(1, bank // 4),
-                mean=config.mean, std=config.std, device=device, threads=threads,
-            )  # fmt: skip
-        except ValueError as error:  # a whole training does not end without its encoder for that
-            report.say(f"no k-NN accuracy: {error}")
-        else:
-            report.record({"step": step, **scores})
-            if bad := scores.pop("knn_bad"):
-                named = "; ".join(f"{printable(path)}: {reason}" for path, reason in list(bad.items())[:10])
-                report.say(f"left out {len(bad):,} images of the k-NN accuracy: {named}")
-            report.say(
-                f"k-NN accuracy on {scores['knn_queries']:,} of {len(evaluation):,} images, {scores['knn_bank']:,} as "
-                f"the bank: {scores['knn_trained']:.1f} % trained, {scores['knn_untrained']:.1f} % untrained"
-            )
-            training |= scores
+        both = {"trained": encoder, "untrained": new_encoder(config).to(report.ranks.device)}
+        training |= score(config, both, index, evaluation, report, step, threads)
     path = export_encoder(
         encoder, config.output, name=config.model, arguments=encoder_arguments(config),
         mean=config.mean, std=config.std, training=training,
@@ -150,6 +172,7 @@ def finish(
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, where no step is to be finished
     try:
         main(sys.argv[1:])
     except TooManyBadFiles as error:
@@ -159,4 +182,5 @@ if __name__ == "__main__":
     except OSError as error:  # of the output folder: DALI reads the images, and its errors are RuntimeErrors
         sys.exit(f"train.py: {error}; what was saved before is intact, and the same command goes on from there")
     except KeyboardInterrupt:
-        sys.exit("train.py: interrupted; the same command goes on from the last checkpoint")
+        print("train.py: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        sys.exit(STOPPED)

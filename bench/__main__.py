@@ -12,7 +12,9 @@ SUBJECTS = {
     "step": "the optimizer step on synthetic crops: pairs/s, MFU, memory, where the time goes",
     "pipeline": "decoded and augmented images per second, against torchvision; cost of each stage; parity (needs DALI)",
     "soak": "memory, and what bad files cost, over thousands of batches (needs DALI)",
+    "attention": "what an encoder looks at, and nearest neighbours, as a picture (needs DALI and matplotlib)",
     "train": "train.py end to end, and the share of time it waits for data (needs DALI and tyro)",
+    "curves": "loss, accuracy and speed of one or several runs as one PNG (needs matplotlib)",
 }
 
 

@@ -2,7 +2,6 @@
 
 from .clip import AdaptiveClip, clip_units
 from .encoder import create_encoder, encode, patch_grid, timm_arguments
-from .export import export_encoder
 from .flat import FlatParameters
 from .heads import KeyNetwork, QueryNetwork
 from .loss import contrastive_loss
@@ -16,7 +15,6 @@ __all__ = [
     "contrastive_loss",
     "create_encoder",
     "encode",
-    "export_encoder",
     "patch_grid",
     "timm_arguments",
 ]

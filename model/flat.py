@@ -3,7 +3,9 @@
 import math
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 ALIGNMENT = 64  # elements; what lies between two parameters stays 0
 
@@ -13,32 +15,99 @@ class FlatParameters:
 
     ``values`` and ``gradient`` are float32 [n]. The parameters of the modules become views of ``values`` and keep their
     shapes; ``units`` holds the slice of each unit.
+
+    Of a network that FSDP2 has sharded, each rank holds the parts that are its own. FSDP keeps the storage of the
+    parameters, so ``values`` is then a copy, which ``publish`` writes back.
     """
 
     def __init__(self, units: list[list[nn.Parameter]]):
         self.parameters = [parameter for unit in units for parameter in unit]
-        self._places, self.units, end = [], [], 0
-        for unit in units:
-            start = end
-            for parameter in unit:
-                self._places.append((end, parameter.shape))
-                end += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
-            self.units.append(slice(start, end))
-        self.values = torch.zeros(end, device=self.parameters[0].device)
+        self.sharded = isinstance(self.parameters[0], DTensor)
+        self._places, self.units = _layout([[_own(parameter).shape for parameter in unit] for unit in units])
+        self._whole_places, whole_units = _layout([[parameter.shape for parameter in unit] for unit in units])
+        self.whole_size = whole_units[-1].stop
+        self.values = torch.zeros(self.units[-1].stop, device=_own(self.parameters[0]).device)
         self.gradient = torch.zeros_like(self.values)
-        self._gradients = self._views(self.gradient)
-        for parameter, view in zip(self.parameters, self._views(self.values), strict=True):
-            view.copy_(parameter.data)
-            parameter.data = view
+        self._values, self._gradients = (_views(flat, self._places) for flat in (self.values, self.gradient))
+        self.read()
+        if not self.sharded:
+            for parameter, view in zip(self.parameters, self._values, strict=True):
+                parameter.data = view
 
-    def _views(self, flat: Tensor) -> list[Tensor]:
-        return [flat[start : start + math.prod(shape)].view(shape) for start, shape in self._places]
+    @torch.no_grad()
+    def read(self) -> None:
+        """``values``, from the parameters."""
+        torch._foreach_copy_(self._values, [_own(parameter) for parameter in self.parameters])
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """The parameters, from ``values``."""
+        if self.sharded:
+            torch._foreach_copy_([_own(parameter) for parameter in self.parameters], self._values)
 
     def collect(self) -> Tensor:
         """``gradient``, from the gradients of the parameters."""
-        torch._foreach_copy_(self._gradients, [parameter.grad for parameter in self.parameters])
+        torch._foreach_copy_(self._gradients, [_own(parameter.grad) for parameter in self.parameters])
         return self.gradient
 
     def norms(self, flat: Tensor) -> Tensor:
-        """L2 norm of each unit's part of a tensor like ``values``: [units]."""
-        return torch.stack(torch._foreach_norm([flat[unit] for unit in self.units]))
+        """L2 norm of each unit's part, over all ranks, of a tensor like ``values``: [units]."""
+        norms = torch.stack(torch._foreach_norm([flat[unit] for unit in self.units]))
+        if self.sharded:
+            squares = norms.square()
+            dist.all_reduce(squares)
+            norms = squares.sqrt()
+        return norms
+
+    @torch.no_grad()
+    def whole(self, flat: Tensor, *, keep: bool = True) -> Tensor:
+        """A tensor like ``values`` as one process alone has it: [whole_size]. All ranks have to call it; those that do
+        not ``keep`` it get nothing of it."""
+        if not self.sharded:
+            return flat
+        result = torch.zeros(self.whole_size, device="cpu" if keep else "meta")
+        for parameter, part, view in zip(
+            self.parameters, _views(flat, self._places), _views(result, self._whole_places), strict=True
+        ):
+            view.copy_(
+                DTensor.from_local(
+                    part, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+                ).full_tensor()
+            )
+        return result
+
+    @torch.no_grad()
+    def own(self, whole: Tensor) -> Tensor:
+        """A copy of this rank's part of what ``whole`` has returned, on the device of ``values``."""
+        whole = whole.to(self.values.device, copy=True)
+        if not self.sharded:
+            return whole
+        result = torch.zeros_like(self.values)
+        for parameter, part, view in zip(
+            self.parameters, _views(result, self._places), _views(whole, self._whole_places), strict=True
+        ):
+            part.copy_(
+                distribute_tensor(view, parameter.device_mesh, parameter.placements, src_data_rank=None)._local_tensor
+            )
+        return result
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds, which is all of it where nothing is sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.data
+
+
+def _layout(units: list[list[torch.Size]]) -> tuple[list[tuple[int, torch.Size]], list[slice]]:
+    """(start, shape) of each parameter, and the slice of each unit."""
+    places, slices, end = [], [], 0
+    for unit in units:
+        start = end
+        for shape in unit:
+            places.append((end, shape))
+            end += -(-math.prod(shape) // ALIGNMENT) * ALIGNMENT
+        slices.append(slice(start, end))
+    return places, slices
+
+
+def _views(flat: Tensor, places: list[tuple[int, torch.Size]]) -> list[Tensor]:
+    return [flat[start : start + math.prod(shape)].view(shape) for start, shape in places]

@@ -66,6 +66,13 @@ def mlp(width: int, hidden: int, out: int, layers: int) -> nn.Sequential:
     return nn.Sequential(*modules)
 
 
+def spread(features: Tensor) -> Tensor:
+    """How far normalised features [B, D] differ from image to image: sqrt(D) times their standard deviation, in the
+    mean over the dimensions. 0 where all are the same (collapse), at most 1 (SimSiam, arXiv 2011.10566, Fig. 2)."""
+    rows = F.normalize(features.float(), dim=1)
+    return rows.std(0, correction=0).mean() * rows.shape[1] ** 0.5
+
+
 class KeyNetwork(nn.Module):
     """Encoder and projector."""
 
@@ -80,7 +87,12 @@ class KeyNetwork(nn.Module):
 
         The views share one pass through the encoder; BN sees each view on its own.
         """
-        features = self.encode(self.encoder, patches.flatten(0, 1), index.flatten(0, 1))
+        return self._project(self._features(patches, index))
+
+    def _features(self, patches: Tensor, index: Tensor) -> Tensor:
+        return self.encode(self.encoder, patches.flatten(0, 1), index.flatten(0, 1))
+
+    def _project(self, features: Tensor) -> Tensor:
         return torch.stack([self.projector(view) for view in features.chunk(2)])
 
 
@@ -95,10 +107,12 @@ class QueryNetwork(KeyNetwork):
             super().__init__(encoder, mlp(encoder.num_features, hidden, out, projector_layers))
             self.predictor = mlp(out, hidden, out, predictor_layers)
 
-    def forward(self, patches: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and projections of both views, each [2, B, E]."""
-        projections = super().forward(patches, index)
-        return torch.stack([self.predictor(view) for view in projections]), projections
+    def forward(self, patches: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and projections of both views, each [2, B, E], and the spread of the encoder's features (scalar)."""
+        features = self._features(patches, index)
+        projections = self._project(features)
+        queries = torch.stack([self.predictor(view) for view in projections])
+        return queries, projections, spread(features.detach())
 
     def key_network(self) -> KeyNetwork:
         """A frozen copy of encoder and projector, for the momentum encoder."""

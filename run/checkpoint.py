@@ -4,17 +4,21 @@
 
     network, key_network    state dicts of the modules (key_network: with a momentum encoder only)
     optimizer, clip         state dicts; their tensors are as long as all parameters together (``model/flat.py``)
+                            and not sharded, whatever the ranks that saved them
     report                  running means of the log since its last line, and the count of skipped steps
     step                    optimizer steps taken
     bad                     {sample: reason} of the images found bad so far
     run                     the config, the data's fingerprint and the versions, as JSON
 
 There is no random state and no position of a loader: both follow from the step. Each tensor's bytes carry a CRC-32.
+Sharded networks (FSDP2) are saved whole, in the same form, so any number of ranks goes on from them. (The format of
+torch.distributed.checkpoint keeps its metadata as a pickle, which is not read from users' files here.)
 """
 
 import os
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -48,6 +52,27 @@ def save(folder: Path, step: int, state: dict[str, Any], *, last: int = 3, every
     return path
 
 
+class Saver:
+    """Saves checkpoints beside the training, one after the other. An OSError of one is raised by the next ``save``, or
+    by ``wait``."""
+
+    def __init__(self, folder: Path, *, last: int, every: int):
+        self.folder, self.how = folder, {"last": last, "every": every}
+        self.thread = ThreadPoolExecutor(1)
+        self.pending: Future | None = None
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """``save`` of this module; nobody may change ``state`` any more."""
+        self.wait()
+        self.pending = self.thread.submit(save, self.folder, step, state, **self.how)
+
+    def wait(self) -> None:
+        """Until the last one is on the disk."""
+        if self.pending is not None:
+            self.pending, pending = None, self.pending
+            pending.result()
+
+
 def step_of(path: Path) -> int:
     """The optimizer steps that were taken before a checkpoint, from its name."""
     return int(path.stem.removeprefix("step-"))
@@ -72,7 +97,8 @@ def newest(folder: Path) -> tuple[Path | None, list[str]]:
 def load(path: Path) -> dict[str, Any]:
     """The state in a checkpoint, on the CPU. Only tensors and plain values are unpickled; ValueError if it is torn."""
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        # Mapped: several ranks of a machine share the pages, and a sharded one takes only its part.
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # whatever zip, pickle or torch find wrong with it
         what = f"{path} is no readable checkpoint ({type(error).__name__})"
         raise ValueError(f"{what}; remove it to continue from the one before") from error

@@ -9,8 +9,6 @@ import importlib.util
 import json
 import math
 import platform
-import time
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,8 +26,8 @@ from pipeline.scenes import make_scenes
 
 from . import checkpoint
 from .pretrained import load_encoder
-from .progress import IN_A_ROW, TooManySkipped
 from .ranks import Ranks
+from .session import lock
 
 # The generated dataset: drawn once, then shared by all runs of a checkout.
 SCENES = Path(__file__).resolve().parent.parent / "runs" / "toy-scenes"
@@ -47,7 +45,8 @@ class DetectionConfig:
     encoder: str = "none"
     """A run, its encoder.safetensors, a model in timm's hub layout or a checkpoint of timm; none: a new encoder."""
     model: str | None = None
-    """The encoder as timm names it, for a new one and for checkpoints that do not say it."""
+    """The encoder as timm names it, for checkpoints that do not say it and for a new one; its default there is ViT-T
+    (toy) or ViT-B of 16 pixels a patch."""
     patch_size: int = 0
     """Pixels a side of a patch of a new encoder; 0 takes the model's own."""
     depth: int = 0
@@ -126,8 +125,6 @@ class DetectionConfig:
                 raise ValueError(f"--{split}-annotations, --{split}-images: expected both or neither")
         if self.eval_annotations is not None and self.train_annotations is None:
             raise ValueError("--eval-annotations without --train-annotations: expected both or neither")
-        if self.encoder == "none" and self.model is None:
-            raise ValueError("--encoder none needs --model; expected a Vision Transformer of timm to begin anew with")
 
     def _check(self, name: str, right: bool, expected: str) -> None:
         if not right:
@@ -145,12 +142,13 @@ FREE_ON_RESUME = (
 
 RECIPES = {
     "toy": DetectionConfig(
-        model="vit_tiny_patch16_224", patch_size=8, depth=4, epochs=5, batch_size=4, workers=0, checkpoint_every=200,
+        patch_size=8, depth=4, epochs=5, batch_size=4, workers=0, checkpoint_every=200,
         image_size=128, scale=(0.8, 1.25), window=0, width=64, proposals=64, lr=5e-4, weight_decay=0.05,
         layer_decay=1.0, drop_path=0.0, warmup_steps=50,
     ),
-    "coco": DetectionConfig(recipe="coco", model="vit_base_patch16_224"),
+    "coco": DetectionConfig(recipe="coco"),
 }  # fmt: skip
+NEW = {"toy": "vit_tiny_patch16_224", "coco": "vit_base_patch16_224"}  # where neither an encoder nor a model is named
 
 
 def learning_rate(config: DetectionConfig, step: int, steps: int) -> float:
@@ -165,10 +163,12 @@ def new_detector(config: DetectionConfig, categories: int) -> nn.Module:
     more = {"drop_path_rate": config.drop_path}
     if config.encoder == "none":
         sizes = timm_arguments(image_size=config.image_size, patch_size=config.patch_size, depth=config.depth)
-        vit = create_encoder(config.model, sincos=True, frozen_patch_embed=False, seed=config.seed, **sizes, **more)
+        name = config.model or NEW[config.recipe]
+        vit = create_encoder(name, sincos=True, frozen_patch_embed=False, seed=config.seed, **sizes, **more)
         known = vit.pretrained_cfg
     else:
-        vit, known = load_encoder(Path(config.encoder), model=config.model, image_size=config.image_size, **more)
+        source = Path(config.encoder).expanduser()
+        vit, known = load_encoder(source, model=config.model, image_size=config.image_size, **more)
     return create_detector(
         vit, categories=categories, width=config.width, window=config.window, proposals=config.proposals,
         mean=known["mean"], std=known["std"], seed=config.seed,
@@ -225,6 +225,7 @@ def open_output(config: DetectionConfig, data: CocoData, ranks: Ranks) -> tuple[
         elif output.is_dir() and any(output.iterdir()):
             raise ValueError(f"--output {output} is not empty and holds no run; expected another folder")
         output.mkdir(parents=True, exist_ok=True)
+        lock(output)
         checkpoint.write_atomically(path, (json.dumps(describe(config, data), indent=2) + "\n").encode())
         return checkpoint.newest(output / "checkpoints")
 
@@ -268,89 +269,3 @@ def _check_same_run(path: Path, config: DetectionConfig, data: CocoData) -> None
         raise ValueError(
             f"{config.output} holds another run ({'; '.join(changed)}); expected the same options or another --output"
         )
-
-
-class Log:
-    """Means over the steps since the last line, on the screen and in ``metrics.jsonl``. Only rank 0 prints and writes.
-
-    The sums stay on the device until they are printed.
-    """
-
-    def __init__(self, config: DetectionConfig, ranks: Ranks, *, start: int, total: int, steps_per_epoch: int):
-        """``start``, ``total``: optimizer steps already taken, and at the end."""
-        self.config, self.ranks, self.total, self.steps_per_epoch = config, ranks, total, steps_per_epoch
-        self.path = config.output / "metrics.jsonl"
-        self.sums = torch.zeros(len(LOSSES), device=ranks.device)
-        self.count = self.skipped = self.in_a_row = 0  # steps in the sums; without a finite gradient
-        self.waited, self.since = 0.0, time.perf_counter()  # seconds since the last line
-        if ranks.first:
-            self._forget_after(start)
-
-    def waiting_for(self, batches: Iterable) -> Iterator:
-        """The batches as they come, the time that they are waited for on the record."""
-        batches = iter(batches)
-        while True:
-            start = time.perf_counter()
-            batch = next(batches, None)
-            self.waited += time.perf_counter() - start
-            if batch is None:
-                return
-            yield batch
-
-    def step(self, step: int, losses: dict[str, torch.Tensor], finite: bool, learning_rate: float) -> None:
-        """After optimizer step number ``step`` (the first is 1). TooManySkipped after ``IN_A_ROW`` steps in a row whose
-        gradients were not finite."""
-        if finite:
-            self.sums += torch.stack([losses[name].detach() for name in LOSSES])
-            self.count += 1
-        self.skipped += not finite
-        self.in_a_row = 0 if finite else self.in_a_row + 1
-        if self.in_a_row == IN_A_ROW:
-            raise TooManySkipped(f"the gradients of steps {step - IN_A_ROW + 1} to {step} are not finite")
-        if step % self.config.log_every and step != self.total:
-            return
-        means = (self.ranks.mean(self.sums) / max(self.count, 1)).tolist()
-        now = time.perf_counter()
-        seconds = now - self.since
-        record = {
-            "step": step, "epoch": round(step / self.steps_per_epoch, 4), "loss": sum(means),
-            **dict(zip(LOSSES, means, strict=True)), "learning_rate": learning_rate, "skipped": self.skipped,
-            "images_per_second": round(self.count * self.config.batch_size / seconds, 2),
-            "data_wait": round(self.waited / seconds, 4),
-        }  # fmt: skip
-        self.sums.zero_()
-        self.count, self.waited, self.since = 0, 0.0, now
-        self.record(record)
-        self.say(
-            f"epoch {record['epoch']:.2f}  step {step}/{self.total}  loss {record['loss']:.4f}  "
-            f"{record['images_per_second']:,.1f} images/s  waiting for data {record['data_wait']:.1%}"
-            + (f"  {self.skipped:,} steps skipped" if self.skipped else "")
-        )
-
-    def say(self, text: str) -> None:
-        if self.ranks.first:
-            print(text, flush=True)
-
-    def record(self, values: dict[str, Any]) -> None:
-        if self.ranks.first:
-            with self.path.open("a") as file:
-                file.write(json.dumps(values) + "\n")
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"sums": self.sums, "count": self.count, "skipped": self.skipped, "in_a_row": self.in_a_row}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.sums.copy_(state["sums"])
-        self.count, self.skipped, self.in_a_row = state["count"], state["skipped"], state["in_a_row"]
-
-    def _forget_after(self, step: int) -> None:
-        """Drops lines of steps that will be taken again, those of an evaluation, and what a crash left unfinished."""
-        kept = []
-        for line in self.path.read_text(errors="replace").splitlines() if self.path.exists() else ():
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict) and "loss" in record and record.get("step", math.inf) <= step:
-                kept.append(line + "\n")
-        checkpoint.write_atomically(self.path, "".join(kept).encode())

@@ -26,9 +26,12 @@ def features(encoders: Sequence, index: Index, samples: np.ndarray, *, mean, std
     reason}, ValueError if none can.
     """
     height, width = encoders[0].patch_embed.grid_size
+    training = [encoder.training for encoder in encoders]
     patch = encoders[0].patch_embed.patch_size[0]
     found: list[list[Tensor]] = [[] for _ in encoders]
     labels = []
+    for encoder in encoders:
+        encoder.eval()
     batches = evaluation_batches(
         index, samples, image_size=height * patch, batch_size=64, device=device, threads=threads, bad=bad
     )
@@ -41,6 +44,8 @@ def features(encoders: Sequence, index: Index, samples: np.ndarray, *, mean, std
             for encoder, rows in zip(encoders, found, strict=True):
                 rows.append(F.normalize(encode(encoder, patches, everything).float(), dim=1))
         labels.append(label)
+    for encoder, mode in zip(encoders, training, strict=True):
+        encoder.train(mode)
     if not labels:
         raise ValueError(f"none of {len(samples)} images in {index.root} decodes")
     return [torch.cat(rows) for rows in found], torch.cat(labels)
@@ -71,7 +76,7 @@ def compare(encoders: dict[str, nn.Module], index: Index, evaluation: Index, *, 
     arguments of ``features``. Classes are matched by their names. Images that do not decode are left out: "knn_bad"
     names them, and all files that the index of the evaluation has rejected.
     """
-    networks, bad, bad_queries = [encoder.eval() for encoder in encoders.values()], {}, {}
+    networks, bad, bad_queries = list(encoders.values()), {}, {}
     known, known_labels = features(networks, index, subset(index, bank), bad=bad, **how)
     asked, labels = features(networks, evaluation, subset(evaluation, queries), bad=bad_queries, **how)
     number = {name: position for position, name in enumerate(index.classes)}

@@ -46,7 +46,7 @@ def load_encoder(
     positions = state.get("pos_embed")
     grid = own.patch_embed.grid_size
     if positions is not None and "img_size" not in arguments:
-        grid = _grid(positions.shape[-2] - prefix, grid)
+        grid = _grid(positions.numel() // own.embed_dim - prefix, grid)
     size = image_size or tuple(side * own.patch_embed.patch_size[0] for side in grid)
     arguments["img_size"] = size if isinstance(size, int) or size[0] != size[1] else size[0]
     vit = create_plain(name, arguments)
@@ -55,10 +55,10 @@ def load_encoder(
         state["pos_embed"] = resample_abs_pos_embed(
             positions, new_size=vit.patch_embed.grid_size, old_size=grid, num_prefix_tokens=prefix
         )
-    if HEAD[0] in state and len(state[HEAD[0]]) != vit.num_classes:
+    if HEAD[0] in state and state[HEAD[0]].shape[:1] != (vit.num_classes,):
         for key in HEAD:
             state.pop(key, None)
-    fresh = () if HEAD[0] in state else HEAD
+    fresh = () if any(key in state for key in HEAD) else HEAD
     _check_fit(f"{source} does not fit {name} {arguments}", vit.state_dict(), state, fresh)
     vit.load_state_dict(state, strict=False)
     for statistic in ("mean", "std"):

@@ -4,18 +4,28 @@ import datetime
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
+from torch import Tensor
 
 from .checkpoint import write_atomically
 from .ranks import Ranks
-from .recipes import Config
 
 IN_A_ROW = 5  # steps without a finite gradient, after which a run has no hope
+SHOWN = {  # how the figures of a line look on the screen; the others are in metrics.jsonl only
+    "loss": "loss {:.4f}",
+    "similarity": "similarity {:.3f}",
+    "feature_std": "spread {:.3f}",
+    "images_per_second": "{:,.0f} images/s",
+    "pairs_per_second": "{:,.0f} pairs/s",
+    "mfu": "MFU {:.1%}",
+    "data_wait": "waiting for data {:.1%}",
+}
 
 
 class TooManySkipped(RuntimeError):
@@ -25,25 +35,30 @@ class TooManySkipped(RuntimeError):
 class Report:
     """Means over the steps since the last log line, and where they go. Only rank 0 prints and writes.
 
-    The sums stay on the device until they are printed, so that a step waits for nothing.
+    The sums stay on the device until they are printed, so that a step waits for nothing. With TensorBoard installed,
+    all that goes to ``metrics.jsonl`` goes there too.
     """
 
-    def __init__(self, config: Config, ranks: Ranks, *, start: int, total: int, steps_per_epoch: int):
-        """``start``, ``total``: optimizer steps already taken, and at the end."""
-        self.path = config.output / "metrics.jsonl"
+    def __init__(
+        self, output: Path, ranks: Ranks, *, figures: Sequence[str], rates: dict[str, float], every: int, start: int,
+        total: int, steps_per_epoch: int,
+    ):  # fmt: skip
+        """``figures``: names of what ``step`` is given. ``rates``: what one step adds to what is counted by the second.
+        ``every``: steps between log lines. ``start``, ``total``: optimizer steps already taken, and at the end."""
+        self.path = output / "metrics.jsonl"
         self.ranks = ranks
-        self.every = config.log_every
-        self.batch = config.batch_size
-        self.groups = config.groups
+        self.figures, self.rates = tuple(figures), rates
+        self.every = every
         self.total = total
         self.steps_per_epoch = steps_per_epoch
-        self.sums = torch.zeros(3, device=ranks.device)  # loss, similarity, steps with a finite gradient
+        self.sums = torch.zeros(len(figures) + 1, device=ranks.device)  # the last: steps with a finite gradient
         self.skipped = torch.zeros(3, device=ranks.device)  # in all, in a row, most in a row since the last line
         self.count = 0
         self.waited = 0.0  # seconds since the last line
         self.since = time.perf_counter()
         if ranks.first:
             self._forget_after(start)
+            self.tensorboard = _tensorboard(output / "tensorboard", start)
             console = Console()
             self.bar = Progress(
                 TextColumn("epoch {task.fields[epoch]:.2f}"), BarColumn(16), MofNCompleteColumn(),
@@ -73,12 +88,11 @@ class Report:
                 return
             yield batch
 
-    def step(
-        self, step: int, loss: torch.Tensor, similarity: torch.Tensor, finite: torch.Tensor, learning_rate: float
-    ) -> None:
-        """After optimizer step number ``step`` (the first is 1); ``loss``, ``similarity``, ``finite``: scalars of this
-        rank. TooManySkipped after ``IN_A_ROW`` steps in a row whose gradients were not finite, at the next line."""
-        self.sums += torch.where(finite, torch.stack([loss, similarity, torch.ones_like(loss)]), 0.0)
+    def step(self, step: int, values: Sequence[Tensor], finite: Tensor, learning_rate: float) -> None:
+        """After optimizer step number ``step`` (the first is 1). ``values``, in the order of ``figures``, and
+        ``finite`` are scalars of this rank. TooManySkipped after ``IN_A_ROW`` steps in a row whose gradients were not
+        finite, at the next line."""
+        self.sums += torch.where(finite, torch.stack([*values, torch.ones_like(values[0])]), 0.0)
         total, row, most = self.skipped
         row = (row + 1) * ~finite
         self.skipped = torch.stack([total + ~finite, row, torch.maximum(most, row)])
@@ -87,22 +101,14 @@ class Report:
             self.bar.update(self.task, completed=step, epoch=step / self.steps_per_epoch)
         if step % self.every and step != self.total:
             return
-        loss, similarity, _ = (self.ranks.mean(self.sums) / self.sums[2]).tolist()
+        means = (self.ranks.mean(self.sums) / self.sums[-1]).tolist()
         skipped, _, most = (int(number) for number in self.skipped.tolist())
         now = time.perf_counter()
         seconds = now - self.since
-        pairs = self.count * self.batch / seconds
-        record = {
-            "step": step,
-            "epoch": round(step / self.steps_per_epoch, 4),
-            "loss": loss,
-            "similarity": similarity,
-            "learning_rate": learning_rate,
-            "images_per_second": round(pairs / self.groups, 2),  # decoded ones: each makes a pair of views per group
-            "pairs_per_second": round(pairs, 2),
-            "data_wait": round(self.waited / seconds, 4),
-            "skipped": skipped,
-        }
+        record = {"step": step, "epoch": round(step / self.steps_per_epoch, 4)}
+        record |= dict(zip(self.figures, means, strict=False)) | {"learning_rate": learning_rate}
+        record |= {name: float(f"{self.count * amount / seconds:.5g}") for name, amount in self.rates.items()}
+        record |= {"data_wait": round(self.waited / seconds, 4), "skipped": skipped}
         self.sums.zero_()
         self.skipped[2] = 0
         self.count, self.waited, self.since = 0, 0.0, now
@@ -113,10 +119,15 @@ class Report:
             raise TooManySkipped(f"{most} steps in a row until step {step} had no finite gradient")
 
     def record(self, record: dict) -> None:
-        """Appends one line to ``metrics.jsonl``."""
+        """Appends one line, of a step, to ``metrics.jsonl``."""
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         with self.path.open("a") as file:
             file.write(json.dumps(finite) + "\n")
+        if self.tensorboard is not None:
+            for name, value in record.items():
+                if name != "step":
+                    self.tensorboard.add_scalar(name, value, record["step"])
+            self.tensorboard.flush()
 
     def say(self, text: str) -> None:
         """A line for the reader, above the bar."""
@@ -133,12 +144,10 @@ class Report:
         self.count = state["count"]
 
     def _show(self, record: dict) -> None:
-        figures = (
-            f"loss {record['loss']:.4f}  similarity {record['similarity']:.3f}  "
-            f"{record['images_per_second']:,.0f} images/s  {record['pairs_per_second']:,.0f} pairs/s  "
-            f"waiting for data {record['data_wait']:.1%}"
-            + (f"  {record['skipped']:,} steps skipped" if record["skipped"] else "")
-        )
+        figures = [form.format(record[name]) for name, form in SHOWN.items() if name in record]
+        if record["skipped"]:
+            figures.append(f"{record['skipped']:,} steps skipped")
+        figures = "  ".join(figures)
         self.bar.update(self.task, figures=figures)
         if self.bar.disable:
             left = self.bar.tasks[0].time_remaining
@@ -155,7 +164,18 @@ class Report:
                 record = json.loads(line)
             except ValueError:
                 continue
-            # Lines without a loss are those of the evaluation at the end, which is done anew.
-            if isinstance(record, dict) and "loss" in record and record.get("step", math.inf) <= step:
+            if not isinstance(record, dict):
+                continue
+            last = step if "loss" in record else min(step, self.total - 1)  # the evaluation at the end is done anew
+            if record.get("step", math.inf) <= last:
                 kept.append(line + "\n")
         write_atomically(self.path, "".join(kept).encode())
+
+
+def _tensorboard(folder: Path, start: int):
+    """TensorBoard's writer of what comes after step ``start``, or None where it is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(folder), purge_step=start + 1)

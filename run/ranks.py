@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # imported once there is a group, it would hold it for ever, and with it gloo's threads
 
 
 @dataclass(frozen=True)

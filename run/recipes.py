@@ -57,6 +57,15 @@ class Config:
     knn_images: int = 0
     """Labelled images of the training set, and a quarter as many for evaluation, in the k-NN accuracy at the end;
     0 takes all of them on a GPU and 2,000 + 500 on a CPU."""
+    knn_every: float = 0
+    """Epochs between k-NN accuracies on the way, which rank 0 measures while the others wait; 0: at the end only."""
+    fsdp: bool = False
+    """Divide parameters, gradients and optimizer among the ranks (FSDP2), for models that a GPU alone does not hold.
+    Nothing changes with one rank."""
+    compress_gradients: bool = False
+    """Exchange gradients between ranks in bfloat16: half the bytes. Not with --fsdp."""
+    grad_checkpointing: bool = False
+    """Compute the activations of each block again in the backward pass: less memory, a third more work."""
 
     model: str = "vit_tiny_patch16_224"
     """Any plain Vision Transformer of timm, by its name."""
@@ -94,8 +103,10 @@ class Config:
     """Peak learning rate of AdamW, as it is: not scaled with the batch size."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Averaging coefficients of AdamW."""
+    # No exceptions: the code releases of MoCo v3 (main_moco.py) and of APS (main_pretrain.py) give AdamW all parameters
+    # as one group, and a constant. Frozen parameters never get a gradient, and so no decay, there as here.
     weight_decay: float = 0.05
-    """Of AdamW, on every parameter."""
+    """Of AdamW, constant, on every trained parameter: biases, norms, class token and position embeddings too."""
     warmup_epochs: float = 0.2
     """Epochs of linear warm-up, before the cosine to zero."""
     temperature: float = 0.1
@@ -121,7 +132,7 @@ class Config:
             _check(getattr(self, name) > 0, self, name, "more than 0")
         for name in ("threads", "keep_every", "knn_images", "patch_size", "depth"):
             _check(getattr(self, name) >= 0, self, name, "0 or more")
-        for name in ("power", "lr", "weight_decay", "warmup_epochs"):
+        for name in ("power", "lr", "weight_decay", "warmup_epochs", "knn_every"):
             _check(getattr(self, name) >= 0, self, name, "0 or more")
         _check(
             self.batch_size >= 2, self, "batch_size", "2 or more: a contrastive loss needs something to contrast with"
@@ -132,6 +143,7 @@ class Config:
         _check(0 < self.keep_ratio <= 1, self, "keep_ratio", "a share above 0 and up to 1")
         _check(0 <= self.clip_momentum < 1, self, "clip_momentum", "0 up to, not including, 1")
         _check(self.ema is None or 0 <= self.ema <= 1, self, "ema", "a coefficient from 0 to 1, or None")
+        _check(not (self.fsdp and self.compress_gradients), self, "compress_gradients", "not with --fsdp")
         _check(-(2**63) <= self.seed < 2**63, self, "seed", "a 64-bit integer")
         _check(min(self.std) > 0 and max(self.std) < math.inf, self, "std", "three numbers above 0")
         _check(all(map(math.isfinite, self.mean)), self, "mean", "three numbers")
@@ -152,9 +164,13 @@ def _check(right: bool, config: Config, name: str, expected: str) -> None:
 # the same is held by their fingerprint, wherever they lie.)
 FREE_ON_RESUME = (
     "data", "eval_data", "output", "max_steps", "device", "threads", "resume", "max_bad", "checkpoint_every",
-    "keep_last", "keep_every", "log_every", "knn_images",
+    "keep_last", "keep_every", "log_every", "knn_images", "knn_every", "fsdp", "grad_checkpointing",
+    "compress_gradients",
 )  # fmt: skip
 
+# Where the sources differ: the learning rate is that of APS's table for all three CIFAR models (its code gives 2e-3 to
+# ViT-T/2); ViT-S has 6 attention heads of 64, as in timm and in the code of APS, not 12 of 32 as in that of MoCo v3;
+# CIFAR is divided by the standard deviation of all its pixels, the code of APS divides by the mean of its images' own.
 _CIFAR = dict(
     epochs=1600, batch_size=512, warmup_epochs=20, lr=1e-3, weight_decay=0.05, temperature=0.1, image_size=32,
     patch_size=2, depth=0, position_embedding="learned", head_hidden=512, head_out=128,
@@ -191,5 +207,5 @@ def learning_rate(config: Config, epoch: float) -> float:
 
 
 def momentum_coefficient(config: Config, epoch: float) -> float:
-    """Half a cosine from ``config.ema`` to 1 over the run, as MoCo v3."""
+    """Half a cosine from ``config.ema`` to 1 over the run, as MoCo v3; for the update that follows AdamW's."""
     return 1 - (1 - config.ema) * 0.5 * (1 + math.cos(math.pi * min(epoch / config.epochs, 1.0)))

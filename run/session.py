@@ -126,7 +126,7 @@ def open_output(config: Config, index: Index, ranks: Ranks) -> tuple[dict[str, A
                 "expected another folder, or its removal"
             )
         (config.output / "checkpoints").mkdir(parents=True, exist_ok=True)
-        _lock(config.output)
+        lock(config.output)
         if not new:
             _check_same_run(path, described, config, index)
         kept = config.output / "index" / KEPT
@@ -144,7 +144,7 @@ def _is_there(path: Path) -> bool:
     return any(path.iterdir()) if path.is_dir() else path.exists()
 
 
-def _lock(output: Path) -> None:
+def lock(output: Path) -> None:
     """Keeps other processes from running into the same folder; ValueError where one does already."""
     if output not in _locks:
         file = (output / "lock").open("w")
@@ -156,23 +156,21 @@ def _lock(output: Path) -> None:
         _locks[output] = file
 
 
-def save(config: Config, index: Index, loader: Loader, ranks: Ranks, step: int, parts: dict[str, Any]) -> None:
-    """Saves everything that step ``step`` + 1 depends on. Called by all ranks; rank 0 writes."""
+def save(saver: checkpoint.Saver, config: Config, loader: Loader, ranks: Ranks, step: int, training, report) -> None:
+    """Saves everything that step ``step`` + 1 depends on. Called by all ranks; rank 0 writes, in the background."""
     for bad in ranks.gather(loader.bad):
         loader.bad.update(bad)  # what one rank found costs no other rank time
-    state = {name: part.state_dict() for name, part in parts.items() if part is not None}
+    state = training.state_dict(keep=ranks.first) | {"report": report.state_dict()}
     if ranks.first:
-        state |= {"step": step, "bad": loader.bad, "run": json.dumps(_describe(config, index))}
-        folder = config.output / "checkpoints"
-        checkpoint.save(folder, step, state, last=config.keep_last, every=config.keep_every)
-        write_rejected(config.output, index, loader.bad)
+        state |= {"step": step, "bad": dict(loader.bad), "run": json.dumps(_describe(config, loader.index))}
+        saver.save(step, state)
+        write_rejected(config.output, loader.index, loader.bad)
 
 
-def restore(state: dict[str, Any], loader: Loader, parts: dict[str, Any]) -> None:
+def restore(state: dict[str, Any], loader: Loader, training, report) -> None:
     """Puts a saved state back."""
-    for name, part in parts.items():
-        if part is not None:
-            part.load_state_dict(state[name])
+    training.load_state_dict(state)
+    report.load_state_dict(state["report"])
     # Which files are not what they were is found anew each time: they may be back.
     loader.bad.update({sample: reason for sample, reason in state["bad"].items() if reason != CHANGED})
 

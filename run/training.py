@@ -1,17 +1,25 @@
 """The optimizer step: what is trained, and one step of it on one group of patches of a batch."""
 
+import time
 from typing import Any
 
 import torch
-from torch import Tensor
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 
 from kernels import gather_patches, sample_views
-from model import AdaptiveClip, FlatParameters, QueryNetwork, clip_units, contrastive_loss, encode
+from model import AdaptiveClip, FlatParameters, KeyNetwork, QueryNetwork, clip_units, contrastive_loss, encode
 from pipeline import Batch
 
 from .recipes import Config, learning_rate, momentum_coefficient
 from .session import new_encoder, plan_patches
+
+FIGURES = "loss", "similarity", "feature_std"  # what a step returns
 
 
 class Training:
@@ -28,13 +36,20 @@ class Training:
             new_encoder(config), hidden=config.head_hidden, out=config.head_out, seed=config.seed,
             projector_layers=config.projector_layers, predictor_layers=config.predictor_layers,
         ).to(device)  # fmt: skip
+        self.network.encoder.set_grad_checkpointing(config.grad_checkpointing)
         self.key_network = self.network.key_network() if config.ema is not None else None
+        self.flop_per_pair = flop_per_pair(self.network, self.keep, momentum=self.key_network is not None)
+        compiled = self.on_gpu if compiled is None else compiled
+        sharded = config.fsdp and ranks > 1
+        if sharded:
+            for network in filter(None, (self.network, self.key_network)):
+                _shard(network, compiled=compiled, half=self.on_gpu)
         units = clip_units(self.network)
         self.flat = FlatParameters([[self.network.get_parameter(name) for name in unit] for unit in units])
         if self.key_network is not None:  # all units but the predictor, which is the last
             shared = [[self.key_network.get_parameter(name) for name in unit] for unit in units[:-1]]
             self.key_flat = FlatParameters(shared)
-        everything = torch.nn.Parameter(self.flat.values)
+        everything = nn.Parameter(self.flat.values)
         everything.grad = self.flat.gradient
         self.optimizer = torch.optim.AdamW(
             [everything], lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
@@ -46,19 +61,16 @@ class Training:
             )
         # What a step calls; the networks themselves are what is saved and exported.
         self.query, self.key = self.network, self.key_network
-        compiled = self.on_gpu if compiled is None else compiled
         if compiled and ranks == 1:
             self.query = torch.compile(self.network, dynamic=False)
             self.key = self.key_network and torch.compile(self.key_network, dynamic=False)
-        elif compiled:  # the heads talk to other ranks
+        elif compiled and not sharded:  # the heads talk to other ranks
             for network in filter(None, (self.network, self.key_network)):
                 network.encode = torch.compile(encode, dynamic=False)
-        if ranks > 1:
-            self.query = DistributedDataParallel(self.network, gradient_as_bucket_view=True)
-
-    def parts(self) -> dict[str, Any]:
-        """What a checkpoint has to hold, by name."""
-        return {name: getattr(self, name) for name in ("network", "key_network", "optimizer", "clip")}
+        if ranks > 1 and not sharded:
+            self.query = DistributedDataParallel(self.network, gradient_as_bucket_view=True, static_graph=True)
+            if config.compress_gradients:
+                self.query.register_comm_hook(None, bf16_compress_hook)
 
     def sample(self, batch: Batch, epoch: int) -> Tensor:
         """Patch numbers of both views for all groups of a batch: int32 [2,B,R,K]."""
@@ -68,26 +80,27 @@ class Training:
             power=config.power, seed=config.seed, epoch=epoch,
         ))  # fmt: skip
 
-    def step(self, crops: tuple[Tensor, Tensor], chosen: Tensor, epoch: float) -> tuple[Tensor, Tensor, Tensor]:
+    def step(self, crops: tuple[Tensor, Tensor], chosen: Tensor, epoch: float) -> tuple[list[Tensor], Tensor]:
         """One optimizer step on the patches ``chosen`` (int32 [2,B,K]) of the crops (uint8 [B,H,W,3] each).
 
-        ``epoch``: passes over the images so far, fractions included, as the schedules count. Returns the loss, the mean
-        cosine similarity of positive pairs, and whether the gradient was finite: where it was not, nothing is changed,
-        on all ranks, which have the same gradient. All three are scalars on the device; nothing waits for it.
+        ``epoch``: passes over the images so far, fractions included, as the schedules count. Returns the ``FIGURES``:
+        the loss, the mean cosine similarity of positive pairs, the spread of the features; and whether the gradient was
+        finite: where it was not, nothing is changed, on all ranks, which have the same gradient. All are scalars on the
+        device; nothing waits for it.
         """
         config = self.config
         self.optimizer.param_groups[0]["lr"] = learning_rate(config, epoch)
         dtype = torch.bfloat16 if self.on_gpu else torch.float32
         patches = gather_patches(crops, chosen, patch=self.patch, mean=config.mean, std=config.std, dtype=dtype)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.on_gpu):
-            queries, projections = self.query(patches, chosen)
+            queries, projections, spread = self.query(patches, chosen)
             with torch.no_grad():
                 keys = self.key(patches, chosen) if self.key is not None else projections
             loss, similarity = contrastive_loss(queries, keys, config.temperature)
         loss.backward()
         finite = self.update(epoch)
         self.network.zero_grad(set_to_none=True)
-        return loss.detach(), similarity, finite
+        return [loss.detach(), similarity, spread], finite
 
     @torch.no_grad()
     def update(self, epoch: float) -> Tensor:
@@ -100,7 +113,105 @@ class Training:
             self.clip(gradient, norms, finite)
         self.optimizer.found_inf = 1 - finite.float()  # at 1, the fused AdamW leaves everything as it is
         self.optimizer.step()
+        self.flat.publish()
         if self.key_network is not None:
             keys = self.key_flat.values
             keys.lerp_(self.flat.values[: len(keys)], finite * (1 - momentum_coefficient(self.config, epoch)))
+            self.key_flat.publish()
         return finite
+
+    def state_dict(self, *, keep: bool = True) -> dict[str, Any]:
+        """A copy, on the CPU, of all that a step changes, as one process alone has it: the same for any number of
+        ranks, sharded or not. All ranks have to call it; those that do not ``keep`` it get empty tensors."""
+        parts = {"network": self.network, "key_network": self.key_network, "clip": self.clip}
+        state = {name: part.state_dict() for name, part in parts.items() if part is not None}
+        state["optimizer"] = self.optimizer.state_dict()
+
+        def whole(tensor: Tensor) -> Tensor:
+            if isinstance(tensor, DTensor):
+                tensor = tensor.full_tensor()
+            elif tensor.shape == self.flat.values.shape:
+                tensor = self.flat.whole(tensor, keep=keep)
+            return tensor.detach().to("cpu", copy=True) if keep else torch.empty(0)
+
+        return tree_map_only(Tensor, whole, state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Puts back what ``state_dict`` has returned."""
+        for name, flat in (("network", self.flat), ("key_network", getattr(self, "key_flat", None))):
+            if flat is not None:
+                network = getattr(self, name)
+                there = network.state_dict()
+                network.load_state_dict({key: _like(there.get(key), value) for key, value in state[name].items()})
+                flat.read()
+        own = {name: tree_map_only(Tensor, self._own, state[name]) for name in ("optimizer", "clip") if name in state}
+        self.optimizer.load_state_dict(own["optimizer"])
+        if self.clip is not None:
+            self.clip.load_state_dict(own["clip"])
+
+    def encoder(self) -> VisionTransformer:
+        """The encoder as it is now, whole: where it is sharded, a copy. All ranks have to call it."""
+        if not self.flat.sharded:
+            return self.network.encoder
+        vit = new_encoder(self.config).to(self.device)
+        vit.load_state_dict({name: t.full_tensor() for name, t in self.network.encoder.state_dict().items()})
+        return vit
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        return self.flat.own(tensor) if tensor.shape == (self.flat.whole_size,) else tensor
+
+
+def flop_per_pair(network: QueryNetwork, keep: int, *, momentum: bool) -> float:
+    """Floating-point operations of a pair of views in an optimizer step, 2 per multiply-add, matrix products of
+    the networks only.
+
+    Forward F: 2 per weight and token, and 4 T^2 D for the attention of a block over T tokens. Backward: 2 F (F for the
+    embedding, whose input needs no gradient; nothing where it is frozen). Keys of a momentum encoder: F, without the
+    predictor.
+    """
+    vit = network.encoder
+    tokens = keep + vit.num_prefix_tokens
+    weights = {
+        name: sum(m.weight.numel() for m in part.modules() if isinstance(m, nn.Linear))
+        for name, part in (("blocks", vit.blocks), ("projector", network.projector), ("predictor", network.predictor))
+    }
+    embed = 2 * keep * vit.patch_embed.proj.weight.numel()
+    blocks = 2 * tokens * weights["blocks"] + 4 * tokens**2 * vit.embed_dim * len(vit.blocks)
+    learned = vit.patch_embed.proj.weight.requires_grad
+    query = embed * (1 + learned) + 3 * (blocks + 2 * weights["projector"] + 2 * weights["predictor"])
+    keys = embed + blocks + 2 * weights["projector"] if momentum else 0
+    return 2 * (query + keys)
+
+
+def product_rate(device: torch.device) -> float:
+    """FLOP per second of a large matrix product (bfloat16 on a GPU, float32 on a CPU) at its best: MFU is the share of
+    it. Takes a tenth of a second."""
+    side, dtype, runs = (8192, torch.bfloat16, 20) if device.type == "cuda" else (1024, torch.float32, 3)
+    a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    seconds = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        a @ b
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return 2 * side**3 / min(seconds)
+
+
+def _shard(network: KeyNetwork, *, compiled: bool, half: bool) -> None:
+    """FSDP2: each rank keeps its part of every parameter, and the blocks are put together when they are needed."""
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    how = {"mp_policy": precision} if half else {}
+    for block in network.encoder.blocks:
+        if compiled:
+            block.compile(dynamic=False)
+        fully_shard(block, **how)
+    # The default keeps what is left at the root together until a backward pass, which the key network never has.
+    fully_shard(network, reshard_after_forward=True, **how)
+
+
+def _like(there: Tensor | None, whole: Tensor) -> Tensor:
+    """``whole``, or, where ``there`` is sharded, this rank's part of it."""
+    if not isinstance(there, DTensor):
+        return whole
+    return distribute_tensor(whole.to(there.device), there.device_mesh, there.placements, src_data_rank=None)

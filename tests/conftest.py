@@ -69,7 +69,7 @@ def train(data, output, *more, **how):
 
 def metrics(output):
     """The logged steps without what depends on the clock."""
-    clocked = {"images_per_second", "pairs_per_second", "data_wait"}
+    clocked = {"images_per_second", "pairs_per_second", "mfu", "data_wait"}
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in line.items() if key not in clocked} for line in lines]
 
@@ -88,6 +88,7 @@ def on_ranks(ranks: int, code: str, folder: Path) -> None:
     script.write_text(
         "import os, sys, pathlib, torch, torch.distributed as dist\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "import run.ranks\n"  # before there is a group: it says why
         'dist.init_process_group("gloo")\n'
         f"rank, folder = dist.get_rank(), pathlib.Path({str(folder)!r})\n"
         f"{textwrap.dedent(code)}\n"

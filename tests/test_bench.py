@@ -3,17 +3,25 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+import timm
 import torch
 from conftest import ONE_THREAD, ROOT, run_program
+from PIL import Image
 
 import kernels
+from bench import curves
+from bench.attention import attention_maps, index_of, nearest
+from bench.attention import main as attention
 from bench.compile import compiled_rows
 from bench.kernels import GROUPS, POWER, Size, batch_of_boxes, sample_one_by_one, sample_with_multinomial
+from pipeline import Index
+from run.pretrained import load_encoder
 
 RESULTS = {
     "machine": {"copy_bytes_per_second", "flop_per_second"},
@@ -103,7 +111,8 @@ def test_alternatives_sample_by_the_same_law():
 def test_step_and_kernels_need_no_dali_and_no_tyro():
     code = (
         "import sys; sys.modules |= {'nvidia.dali': None, 'tyro': None}\n"
-        "import bench.compile, bench.kernels, bench.machine, bench.pipeline, bench.soak, bench.step, bench.train\n"
+        "import bench.attention, bench.compile, bench.kernels, bench.machine\n"
+        "import bench.pipeline, bench.soak, bench.step, bench.train\n"
     )
     assert run_program("-W", "error::UserWarning", "-c", code).stdout == ""
 
@@ -111,3 +120,81 @@ def test_step_and_kernels_need_no_dali_and_no_tyro():
 @pytest.mark.parametrize("arguments, code", [([], 0), (["nothing"], 2)])
 def test_usage(arguments, code):
     assert "python -m bench SUBJECT" in run_program("-m", "bench", *arguments, check=code).stdout
+
+
+def test_curves_draw_what_is_there(tmp_path):
+    """Two runs of one name, the second still being written; the k-NN record at the end says a step and no epoch."""
+    pytest.importorskip("matplotlib")
+    steps = [{"step": 4 * i, "epoch": i / 2, "loss": 1 / i, "images_per_second": 9 * i} for i in range(1, 101)]
+    knn = {"step": 398, "knn_trained": 60.0, "knn_untrained": 40.0, "knn_bad": {}}
+    lines = [json.dumps(record) for record in (*steps, {"step": 404, "epoch": 50.5, "loss": None}, knn)]
+    runs = [tmp_path / parent / "run" for parent in "ab"]
+    for run, text in zip(runs, ["\n".join(lines), "\n".join(["\0\0", "[1]", *lines[:60]])[:-9]], strict=True):
+        run.mkdir(parents=True)
+        (run / "metrics.jsonl").write_text(text)
+    records = [curves.read(run) for run in runs]
+    assert [len(found) for found in records] == [102, 59]
+    panels = {panel.name: panel for panel in curves.PANELS}
+    x, y = curves.curve(records[0], "epoch", panels["knn_trained"])
+    assert x.tolist() == [0, 49.75] and y.tolist() == [40, 60]
+    x, y = curves.curve(records[0], "step", panels["loss"])
+    assert x.tolist() == [*range(4, 405, 4)] and np.isnan(y[-1]) and y[1] == 0.5
+    for deviation in (1, 2.5, 100):  # means of equal figures, beside a gap and at the ends
+        level = curves.smooth(np.where(np.isnan(y), y, 3.0), deviation)
+        assert np.isnan(level[-1]) and abs(level[:-1] - 3).max() < 1e-12
+    assert curves.common_axis({"a": records[0], "b": [{"epoch": 1.0}]}) == "epoch"
+    assert curves.common_axis({"a": records[0], "b": [{"step": 1.0}]}) == "step"
+    assert curves.labels([*runs, tmp_path / "c"]) == ["a/run", "b/run", "c"]
+
+    picture = tmp_path / "new" / "curves.png"
+    run_program("-m", "bench", "curves", *runs, runs[0], "--output", picture)
+    pixels = np.asarray(Image.open(picture).convert("RGB")).reshape(-1, 3).astype(int)
+    for colour in ((63, 144, 218), (255, 169, 14)):  # of the two runs
+        assert (abs(pixels - colour).sum(1) < 9).sum() > 2000
+    done = run_program("-m", "bench", "curves", runs[0], tmp_path, "--output", picture, check=2)
+    assert done.stderr.startswith(f"bench curves: {tmp_path} holds no metrics.jsonl") and done.stderr.count("\n") == 1
+
+
+def by_hand(vit, images):
+    """Attention weights of the last block from its projections, [B, heads, T, T]."""
+    tokens = vit.norm_pre(vit.patch_drop(vit._pos_embed(vit.patch_embed(images))))
+    for block in vit.blocks[:-1]:
+        tokens = block(tokens)
+    last = vit.blocks[-1]
+    queries, keys, _ = last.attn.qkv(last.norm1(tokens)).unflatten(2, (3, 3, 64)).permute(2, 0, 3, 1, 4)
+    return (queries @ keys.transpose(-2, -1) / 64**0.5).softmax(-1)
+
+
+@pytest.mark.parametrize("tokens, first", [({}, 1), ({"class_token": False, "reg_tokens": 2, "global_pool": "avg"}, 2)])
+def test_attention_maps(tokens, first):
+    vit = timm.create_model("vit_tiny_patch16_224", img_size=(32, 48), patch_size=8, depth=2, **tokens).eval()
+    images = torch.randn(2, 3, 32, 48)
+    maps = attention_maps(vit, images)
+    weights = by_hand(vit, images)
+    expected = weights[:, :, 0] if not tokens else sum(weights[:, :, row] for row in range(first, 26)) / 24
+    assert maps.shape == (2, 3, 4, 6)
+    torch.testing.assert_close(maps.flatten(2), expected[..., first:])
+    with pytest.raises(ValueError, match="expected timm's Attention in every block, got a ParallelThingsBlock"):
+        attention_maps(timm.create_model("vit_small_patch16_18x2_224", img_size=32, depth=1), images)
+
+
+def test_attention_sheet(undisturbed, photos, tmp_path, capsys):
+    """Of a file that the bank holds twice, the copy is its nearest neighbour, and the file itself is not shown."""
+    pytest.importorskip("matplotlib")
+    bank = shutil.copytree(photos, tmp_path / "bank")
+    (bank / "a" / "cut.jpg").write_bytes((bank / "a" / "00.jpg").read_bytes()[:-200])
+    shutil.copy(bank / "a" / "00.jpg", bank / "b" / "copy.jpg")
+    vit, description = load_encoder(undisturbed[0])
+    given, index = index_of([bank / "a" / "00.jpg", bank / "c" / "02.jpg"]), Index.scan(bank)
+    how = {"mean": description["mean"], "std": description["std"], "device": torch.device("cpu"), "threads": 1}
+    found = nearest(vit.eval(), given, index, 1000, **how)
+    names = [[index.paths[sample] for sample, _ in row] for row in found]
+    assert names[0][0] == "b/copy.jpg" and 1.00001 > found[0][0][1] > 0.99999 > found[0][1][1]
+    assert "a/00.jpg" not in names[0] and "c/02.jpg" not in names[1] and len(names[1]) == 5
+    output = tmp_path / "sheet.png"
+    more = ["--bank", bank, "--image-size", "64", "--output", output]
+    assert attention([*map(str, [undisturbed[0], bank / "a" / "00.jpg", bank / "c" / "02.jpg", *more])]) == 0
+    with Image.open(output) as sheet:
+        assert sheet.width > 1500 and len(sheet.getcolors(10**7)) > 1000
+    assert attention([*map(str, [undisturbed[0], bank / "a" / "cut.jpg", ROOT / "README.md"])]) == 2
+    assert re.search(r"bench attention: expected images, got .*README.md: ", capsys.readouterr().err)

@@ -59,3 +59,18 @@ def test_a_torn_or_foreign_file_is_named_and_never_executed(tmp_path):
     with pytest.raises(ValueError, match="no readable checkpoint"):
         checkpoint.load(path)
     assert not (tmp_path / "harm").exists()
+
+
+def test_what_fails_in_the_background_is_raised(tmp_path):
+    saver = checkpoint.Saver(tmp_path, last=1, every=0)
+    for step in (1, 2):
+        saver.save(step, {"step": step})
+    saver.wait()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002.pt"]
+    (tmp_path / "step-00000003.pt.partial").mkdir()
+    saver.save(3, {"step": 3})
+    with pytest.raises(OSError, match="directory"):
+        saver.save(4, {"step": 4})
+    saver.save(4, {"step": 4})
+    saver.wait()
+    assert checkpoint.load(checkpoint.newest(tmp_path)[0]) == {"step": 4}

@@ -1,12 +1,11 @@
 import math
 
 import pytest
-import timm
 import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import create_encoder, encode, export_encoder, patch_grid, timm_arguments
+from model import create_encoder, encode, patch_grid, timm_arguments
 from model.encoder import sincos_position_embedding
 
 
@@ -105,12 +104,39 @@ def test_image_size_must_be_divisible():
         encoder(image_size=30)
 
 
-def test_export_loads_in_timm_with_no_key_renamed(tmp_path):
-    vit = encoder(patch_size=4, depth=3).eval()
-    arguments = timm_arguments(image_size=32, patch_size=4, depth=3)
-    path = export_encoder(
-        vit, tmp_path, name="vit_tiny_patch16_224", arguments=arguments, mean=(0, 0, 0), std=(1, 1, 1), training={}
-    )
-    loaded = timm.create_model("vit_tiny_patch16_224", checkpoint_path=str(path), **arguments).eval()
-    images = torch.randn(2, 3, 32, 32)
-    assert torch.equal(loaded(images), vit(images))
+def test_initial_weights_are_those_of_moco_v3():
+    """Kind by kind, as vits.py of its code release; the position embedding in float64, to float32's last digit."""
+    vit = encoder("vit_small_patch16_224", image_size=224, patch_size=0, depth=1, frozen=True)
+    width, state = 384, dict(vit.named_parameters())
+
+    def uniform(fan_in, fan_out):  # Xavier
+        return math.sqrt(6 / (fan_in + fan_out))
+
+    bounds = {
+        "patch_embed.proj.weight": uniform(3 * 16 * 16, width),
+        "blocks.0.attn.qkv.weight": uniform(width, width),  # of queries, keys and values each, not of the three as one
+        "blocks.0.attn.proj.weight": uniform(width, width),
+        "blocks.0.mlp.fc1.weight": uniform(width, 4 * width),
+        "blocks.0.mlp.fc2.weight": uniform(4 * width, width),
+    }
+    for name, bound in bounds.items():
+        weight = state.pop(name).detach()
+        assert 0.999 * bound < weight.abs().max() <= bound, name
+        assert weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.01), name
+        assert abs(weight.mean().item()) < 0.01 * bound, name
+    cls_token = state.pop("cls_token")
+    assert 0 < cls_token.abs().max() < 5e-6 and cls_token.std().item() == pytest.approx(1e-6, rel=0.2)
+    positions = state.pop("pos_embed")
+    assert not positions.requires_grad and not positions[0, 0].any()
+    rows, columns = torch.arange(196).div(14, rounding_mode="floor").double(), torch.arange(196).double() % 14
+    waves = 10000.0 ** -(torch.arange(96).double() / 96)
+    angles = columns[:, None] * waves, rows[:, None] * waves
+    expected = torch.cat([f(angle) for angle in angles for f in (torch.sin, torch.cos)], 1)
+    torch.testing.assert_close(positions[0, 1:].double(), expected, rtol=0, atol=6e-8)
+    for name, value in state.items():  # biases and norms
+        assert torch.equal(value, torch.full_like(value, "norm" in name and name.endswith("weight"))), name
+
+
+def test_a_learned_position_embedding_starts_small_and_random():
+    positions = encoder(sincos=False).pos_embed
+    assert positions.requires_grad and positions.std().item() == pytest.approx(0.02, rel=0.05)

@@ -27,9 +27,9 @@ def test_head_is_as_moco_v3_describes():
 def test_batch_norm_sees_each_view_alone():
     net = network()
     patches, index = torch.randn(2, 6, 4, 48), torch.randint(16, (2, 6, 4))
-    queries, projections = net(patches, index)
+    queries, projections, _ = net(patches, index)
     patches[1] *= 3
-    changed, _ = net(patches, index)
+    changed, *_ = net(patches, index)
     assert queries.shape == projections.shape == (2, 6, 8)
     torch.testing.assert_close(changed[0], queries[0])
     assert not torch.allclose(changed[1], queries[1])
@@ -70,3 +70,35 @@ def test_batch_norm_over_ranks_is_that_of_the_whole_batch(tmp_path):
 def test_batch_norm_alone_is_torchs():
     x = torch.randn(9, 4)
     torch.testing.assert_close(BatchNorm(4)(x), F.batch_norm(x, None, None, training=True))
+
+
+def test_batch_norm_and_its_gradients_are_the_formula():
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the batch, in float64; differentiated by hand."""
+    torch.manual_seed(0)
+    x = (torch.randn(7, 5) * 3 + 1).requires_grad_()
+    norm, upstream = BatchNorm(5), torch.randn(7, 5)
+    torch.nn.init.normal_(norm.weight)
+    torch.nn.init.normal_(norm.bias)
+    out = norm(x)
+    out.backward(upstream)
+    values, weight, bias, gradient = (t.detach().double() for t in (x, norm.weight, norm.bias, upstream))
+    deviation = (values.square().mean(0) - values.mean(0).square() + 1e-5).sqrt()
+    normal = (values - values.mean(0)) / deviation
+    torch.testing.assert_close(out.double(), normal * weight + bias, rtol=1e-5, atol=1e-6)
+    expected = weight / deviation * (gradient - gradient.mean(0) - normal * (gradient * normal).mean(0))
+    torch.testing.assert_close(x.grad.double(), expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(norm.weight.grad.double(), (gradient * normal).sum(0), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(norm.bias.grad.double(), gradient.sum(0), rtol=1e-5, atol=1e-6)
+
+
+def test_heads_start_as_torch_starts_linear_layers():
+    """As in MoCo v3, which gives its own initial weights to the encoder alone: uniform, to 1 / sqrt(inputs)."""
+    net = network(hidden=256)
+    for head in (net.projector, net.predictor):
+        for part in head:
+            if isinstance(part, torch.nn.Linear):
+                bound = part.in_features**-0.5
+                assert 0.99 * bound < part.weight.abs().max() <= bound
+                torch.testing.assert_close(part.weight.std().item(), bound / 3**0.5, rtol=0.05, atol=0)
+            elif isinstance(part, BatchNorm) and part.weight is not None:
+                assert (part.weight == 1).all() and (part.bias == 0).all()
