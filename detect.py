@@ -26,10 +26,10 @@ from pipeline.loader import bad_limit
 from run import checkpoint
 from run.coco import evaluate, table
 from run.detection import (
+    LOSSES,
     MAX_BAD,
     RECIPES,
     DetectionConfig,
-    LOSSES,
     describe,
     learning_rate,
     new_detector,

@@ -9,7 +9,8 @@ import torch
 from conftest import run_program
 
 from detect import main, parse
-from model import create_encoder, export_encoder, timm_arguments
+from model import create_encoder, timm_arguments
+from model.export import export_encoder
 from pipeline.coco import CocoData
 from pipeline.scenes import make_scenes
 from run import checkpoint
