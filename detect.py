@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from pipeline import TooManyBadFiles
-from pipeline.coco import Batches, TrainingImages
+from pipeline.coco import Batches, TrainingImages, apart
 from pipeline.loader import bad_limit
 from run import checkpoint
 from run.coco import evaluate, table
@@ -82,7 +82,7 @@ def main(arguments: list[str]) -> None:
         batch_sampler=Batches(
             len(data), config.batch_size, config.seed, start=start, end=steps, rank=ranks.rank, ranks=ranks.count
         ),
-        num_workers=config.workers, collate_fn=list, pin_memory=on_gpu,
+        num_workers=config.workers, worker_init_fn=apart, collate_fn=list, pin_memory=on_gpu,
     )  # fmt: skip
 
     for line in damaged:
@@ -143,7 +143,8 @@ def main(arguments: list[str]) -> None:
             report.say(f"{len(unread):,} images cannot be read, nothing is found in them: {_named(unread)}")
         if ranks.first:
             checkpoint.write_atomically(config.output / "detections.json", json.dumps(results).encode())
-            report.record({"step": step, "eval_images": len(evaluation), "eval_unread": len(unread), **figures})
+            known = {name: figure for name, figure in figures.items() if figure is not None}
+            report.record({"step": step, "eval_images": len(evaluation), "eval_unread": len(unread), **known})
             report.say(f"average precision on {len(evaluation):,} images, in percent:\n{table(figures)}")
     ranks.leave()
 
@@ -172,7 +173,7 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except TooManyBadFiles as error:
-        sys.exit(f"detect.py: {error}")
+        sys.exit(f"detect.py: {str(error).splitlines()[-1]}")  # of a worker it comes with the way that it took
     except TooManySkipped as error:
         sys.exit(f"detect.py: {error}. Lower --lr")
     except OSError as error:

@@ -7,6 +7,7 @@ pycocotools and torchvision are imported where they are used: they are the extra
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import Dataset
+
+from .loader import TooManyBadFiles
 
 MAX_PIXELS = 178_956_970  # of an image: where Pillow suspects an attack
 IN_A_ROW = 10  # images that cannot be read, after which there is no point in trying the next
@@ -129,7 +132,7 @@ class TrainingImages(Dataset):
     def __getitem__(self, at: tuple[int, int]) -> tuple[Tensor, dict[str, Tensor], dict[str, str]]:
         """uint8 [3,h,w], neither side above ``size``; "boxes" float32 [n,4] (x, y, x, y) in its pixels, "labels" int64
         [n], "masks" uint8 [n,h,w]; and {file: reason} of images that could not be read, in whose place the next came.
-        ValueError where that is so of many in a row."""
+        TooManyBadFiles where that is so of many in a row."""
         epoch, position = at
         bad: dict[str, str] = {}
         for place in range(position, position + IN_A_ROW):
@@ -142,7 +145,7 @@ class TrainingImages(Dataset):
             labels, masks = self.data.masks(place)
             image, masks = self._jittered(image, masks, np.random.default_rng([self.seed, 1, epoch, position]))
             return image, _target(labels, masks), bad
-        raise ValueError(f"{IN_A_ROW} images in a row cannot be read; the last: {list(bad.values())[-1]}")
+        raise TooManyBadFiles(f"{IN_A_ROW} images in a row cannot be read; the last: {list(bad.values())[-1]}")
 
     def _jittered(self, image: Tensor, masks: Tensor, rng) -> tuple[Tensor, Tensor]:
         from torchvision.transforms.v2 import InterpolationMode
@@ -205,6 +208,12 @@ class Batches:
                 current, order = epoch, np.random.default_rng([self.seed, 2, epoch]).permutation(self.images)
             whole = order[number * self.batch : (number + 1) * self.batch]
             yield [(epoch, int(position)) for position in whole[self.rank :: self.ranks]]
+
+
+def apart(worker: int) -> None:
+    """``worker_init_fn`` of a ``DataLoader``: what a terminal or a scheduler sends to a group of processes reaches the
+    program, which ends its workers itself, but not these, whose death would end it at once."""
+    os.setsid()
 
 
 def _target(labels: Tensor, masks: Tensor) -> dict[str, Tensor]:

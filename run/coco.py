@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from model.detector import detect
-from pipeline.coco import CocoData, EvaluationImages
+from pipeline.coco import CocoData, EvaluationImages, apart
 
 from .ranks import Ranks
 
@@ -29,7 +29,7 @@ def evaluate(
     device = ranks.device
     loader = DataLoader(
         EvaluationImages(data, size=size), batch_size=BATCH, sampler=range(ranks.rank, len(data), ranks.count),
-        num_workers=workers, collate_fn=list, pin_memory=device.type == "cuda",
+        num_workers=workers, worker_init_fn=apart, collate_fn=list, pin_memory=device.type == "cuda",
     )  # fmt: skip
     categories, results, bad = list(data.categories), [], {}
     detector.eval()
