@@ -10,7 +10,7 @@ from PIL import Image
 
 from pipeline.coco import Batches, CocoData, EvaluationImages, TrainingImages
 from pipeline.scenes import KINDS, make_scenes
-from run.coco import average_precision
+from run.coco import as_results, average_precision
 
 rle = pytest.importorskip("pycocotools.mask")
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of pycocotools
@@ -67,20 +67,39 @@ def test_masks_of_all_forms_are_the_same(stored):
 
 def test_what_is_there_found_where_it_is_gives_100_percent(stored):
     """Also the object whose annotation has id 0, which pycocotools would not count, and beside a crowd."""
-    data = stored(GOOD)
-    found = [
-        {"image_id": one["image_id"], "category_id": one["category_id"], "bbox": one["bbox"], "score": 0.9,
-         "segmentation": one["segmentation"]}
-        for one in data.truth() if one["image_id"] == 5 and not one["iscrowd"]
-    ]  # fmt: skip
     whole = copy.deepcopy(GOOD)
     whole["annotations"] = whole["annotations"][:4]  # without those that nothing can find
     data = stored(whole)
-    figures = average_precision(data, found)
+    labels, masks = data.masks(0)
+    boxes = torch.tensor([[20.0, 10.0, 50.0, 30.0]]).expand(3, -1)
+    found = {"boxes": boxes, "labels": labels, "masks": masks.bool(), "scores": torch.full((3,), 0.9)}
+    results = as_results(found, 5, list(data.categories))
+    figures = average_precision(data, results)
     assert figures["box_AP"] == figures["mask_AP"] == figures["mask_AP_small"] == pytest.approx(100)
     assert figures["box_AP_large"] is None
-    assert average_precision(data, found[:2])["box_AP"] == pytest.approx(75, abs=0.6)  # one of two boxes, the bottle
+    assert average_precision(data, results[:2])["box_AP"] == pytest.approx(75, abs=0.6)  # the bottle, one of two boxes
     assert average_precision(data, [])["mask_AP50"] == 0
+
+    # What is found where nothing is counts by its size: that of its box is medium, that of its mask small.
+    thin = torch.zeros(3, HEIGHT, WIDTH, dtype=torch.bool)
+    thin[:, :2] = thin[:, :, :2] = True
+    wrong = found | {
+        "boxes": torch.tensor([[0.0, 0.0, 60.0, 40.0]]).expand(3, -1),
+        "masks": thin,
+        "scores": torch.ones(3),
+    }
+    figures = average_precision(data, results + as_results(wrong, 5, list(data.categories)))
+    assert figures["box_AP_small"] == pytest.approx(100) and figures["mask_AP_small"] < 70
+
+
+def test_compressed_masks_of_any_shape(stored):
+    rng = np.random.default_rng(0)
+    masks = np.stack([rng.random((HEIGHT, WIDTH)) < share for share in (0.01, 0.1, 0.5, 0.9, 0.99)]).astype(np.uint8)
+    masks[0, :, 20:] = 0  # a last run that is much longer than the others
+    shapes = [rle.encode(np.asfortranarray(mask)) for mask in masks]
+    shapes = [shape | {"counts": shape["counts"].decode()} for shape in shapes]
+    whole = GOOD | {"annotations": [annotation(n, 9, shape) for n, shape in enumerate(shapes)]}
+    assert torch.equal(stored(whole).masks(2)[1], torch.from_numpy(masks))
 
 
 def broken(change):

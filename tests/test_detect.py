@@ -181,12 +181,11 @@ def test_half_precision_does_not_reach_the_boxes(scenes):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             losses.append(detector.train()(images, targets))
             batch, _ = detector.eval().transform(images)
-            features = detector.backbone(batch.tensors)
+            features, heads = detector.backbone(batch.tensors), detector.roi_heads
             proposals, _ = detector.rpn(batch, features)
-        assert proposals[0].dtype == detector.rpn.anchor_generator.cell_anchors[0].dtype == torch.float32
-        heads = detector.roi_heads
-        pooled = heads.box_head(heads.box_roi_pool(features, proposals, batch.image_sizes))
-        assert all(output.dtype == torch.float32 for output in heads.box_predictor(pooled))
+            outputs = heads.box_predictor(heads.box_head(heads.box_roi_pool(features, proposals, batch.image_sizes)))
+        anchors = detector.rpn.anchor_generator.cell_anchors
+        assert {tensor.dtype for tensor in (*proposals, *anchors, *outputs)} == {torch.float32}
     for name, loss in losses[0].items():
         assert losses[1][name].item() == pytest.approx(loss.item(), rel=0.05, abs=0.01), name
 
