@@ -145,7 +145,7 @@ def open_output(config: RunConfig, index: Index, ranks: Ranks) -> tuple[dict[str
                 "expected another folder, or its removal"
             )
         (config.output / "checkpoints").mkdir(parents=True, exist_ok=True)
-        _lock(config.output)
+        lock(config.output)
         if not new:
             _check_same_run(path, described, config, index)
         kept = config.output / "index" / KEPT
@@ -163,7 +163,7 @@ def _is_there(path: Path) -> bool:
     return any(path.iterdir()) if path.is_dir() else path.exists()
 
 
-def _lock(output: Path) -> None:
+def lock(output: Path) -> None:
     """Keeps other processes from running into the same folder; ValueError where one does already."""
     if output not in _locks:
         file = os.open(output / "lock", os.O_WRONLY | os.O_CREAT, 0o644)
