@@ -173,9 +173,7 @@ def test_probes_leave_the_encoder_as_it_is(data, tuned, tmp_path, capsys, monkey
     made = finetune.new_model
     monkeypatch.setattr(finetune, "new_model", lambda *how: seen.append(made(*how)) or seen[-1])
     arguments = ["--data", str(data / "train"), "--eval-data", str(data / "val"), "--device", "cpu", "--threads", "1"]
-    finetune.main(
-        [*arguments, "--encoder", str(tuned / "model.safetensors"), "--probe", kind, "--output", str(tmp_path)]
-    )
+    finetune.main([*arguments, "--encoder", str(tuned), "--probe", kind, "--output", str(tmp_path)])
     said = capsys.readouterr().out
     record = json.loads((tmp_path / "probes.jsonl").read_text())
     assert said.count("\n") == 1 and f"top1 {record['top1']:.2f} %" in said and "cut.jpg" in said
