@@ -48,6 +48,7 @@ def main(arguments: list[str]) -> None:
     except (ValueError, OSError) as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"finetune.py: {error}", file=sys.stderr)
+        Ranks.leave()
         sys.exit(2)
 
     steps_per_epoch = loader.batches_per_epoch

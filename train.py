@@ -48,6 +48,7 @@ def main(arguments: list[str]) -> None:
     except (ValueError, OSError) as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"train.py: {error}", file=sys.stderr)
+        Ranks.leave()
         sys.exit(2)
 
     groups = config.groups
@@ -57,7 +58,7 @@ def main(arguments: list[str]) -> None:
 
     training = Training(config, ranks.device, ranks=ranks.count)
     start = state["step"] if state else 0
-    work = training.flop_per_pair * config.batch_size / (ranks.count * product_rate(ranks.device))
+    work = training.flop_per_pair * config.batch_size / (ranks.count * product_rate(ranks.device, half=training.half))
     rates = {"images_per_second": config.batch_size / groups, "pairs_per_second": config.batch_size, "mfu": work}
     report = Report(
         config.output, ranks, figures=FIGURES, rates=rates, every=config.log_every, start=start, total=steps,
@@ -110,6 +111,7 @@ def main(arguments: list[str]) -> None:
                 write_rejected(config.output, index, loader.bad)
         saver.wait()
         report.say(summarise_rejected(index, loader.bad, config.output))
+        stopped = stopped or stop.agreed(0)
     encoder = training.encoder()
     ranks.leave()
     if stopped:

@@ -9,7 +9,7 @@ SUBJECTS = {
     "machine": "this machine: card, versions, measured ceilings of copying and of matrix products",
     "gpu_tests": "the tests marked gpu, as JSON",
     "kernels": "sampling and gathering against the alternatives",
-    "step": "the optimizer step on synthetic crops: pairs/s, MFU, memory, where the time goes",
+    "step": "the optimizer step on synthetic crops: against the plain form and the roofline; memory; profile",
     "pipeline": "decoded and augmented images per second, against torchvision; cost of each stage; parity (needs DALI)",
     "soak": "memory, and what bad files cost, over thousands of batches (needs DALI)",
     "attention": "what an encoder looks at, and nearest neighbours, as a picture (needs DALI and matplotlib)",

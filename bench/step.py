@@ -1,11 +1,19 @@
-"""The optimizer step of train.py on synthetic crops: pairs/s, share of the peak, memory, and where the time goes.
+"""The optimizer step of train.py on synthetic crops: pairs/s against the plain form and the roofline, memory, profile.
 
-A pair is one optimizer sample: both views of one image. Work is counted by ``torch.utils.flop_counter`` over one eager
-step: matrix products and attention, forward, backward and keys, 2 FLOP per multiply-add; element-wise operations, the
-optimizer and the sampling count nothing. MFU is that work per second over the best matrix product measured in the same
-process (bfloat16 on a GPU, float32 on a CPU). A step's time is that of a few loaded batches, sampling included, over
-the number of steps; loading and logging are not in it. Modes: ``compiled``, the networks through torch.compile, as
-train.py does on a GPU; and ``eager``.
+A pair is one optimizer sample: both views of one image. Modes, measured in turns within one process:
+
+- ``plain``: the plain form (``bench/plain.py``), in float32;
+- ``float32``: train.py's step in float32, not compiled;
+- ``eager``: in bfloat16 on a GPU and on processors with AMX, not compiled, as train.py does it on a CPU;
+- ``compiled``: the same with the networks through torch.compile, as train.py does it on a GPU.
+
+A turn is a few loaded batches, each ``groups`` steps, sampling included; loading and logging are not in it. A mode's
+advantage over ``plain`` is the quotient of their times within a turn, so that what slows the machine down slows both.
+Processor time is that of all threads; where other jobs hold the cores, it says more than the clock.
+
+MFU is the work of ``bench/roofline.py`` (matrix products, forward, backward and keys) per second over the best product
+measured in the same process in the type of the mode; the roofline, described there, also counts traffic. ``kept`` are
+the bytes that autograd saves for the backward pass, each storage once and parameters not at all, beside the formula.
 """
 
 import argparse
@@ -16,27 +24,34 @@ from collections.abc import Callable
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 
-from bench import environment
+from bench import environment, roofline
 from bench.kernels import batch_of_boxes
-from bench.timing import matrix_product, summary
+from bench.plain import Plain
+from bench.timing import copy_bandwidth, matrix_product, summary
 from pipeline import Batch
 from run.recipes import RECIPES, Config
 from run.training import Training
 
 SMALL = {"depth": 1, "head_hidden": 64}  # what ``--smoke`` changes in a recipe
-MODES = "compiled", "eager"
-WINDOW = 4  # loaded batches from one look at the clock, which waits for the device, to the next
+MODES = "plain", "float32", "eager", "compiled"
 TOP = 40  # rows of the profile, of which SHOWN are printed
 SHOWN = 15
 
 
+def trainer(config: Config, device: torch.device, mode: str) -> Training | Plain:
+    if mode == "plain":
+        return Plain(config, device)
+    if mode == "float32":
+        config = dataclasses.replace(config, precision="float32")
+    return Training(config, device, compiled=mode == "compiled")
+
+
 class Synthetic:
-    """train.py's Training with a batch of random crops. ``batch()`` makes it into ``config.groups`` optimizer steps."""
+    """A trainer with a batch of random crops. ``batch()`` makes it into ``config.groups`` optimizer steps."""
 
     def __init__(self, config: Config, device: torch.device, *, mode: str):
-        self.training, self.steps = Training(config, device, compiled=mode == "compiled"), 0
+        self.training, self.steps = trainer(config, device, mode), 0
         shape = config.batch_size, config.image_size, config.image_size, 3
         crops = tuple(torch.randint(0, 256, shape, dtype=torch.uint8, device=device) for _ in range(2))
         boxes, flips, sample = batch_of_boxes(config.batch_size, device)
@@ -48,25 +63,21 @@ class Synthetic:
             self.training.step(self.loaded.views, chosen[:, :, group], epoch=self.steps * 1e-4)
             self.steps += 1
 
+    def kept(self) -> int:
+        """Bytes that autograd saves for the backward pass of a step."""
+        chosen = self.training.sample(self.loaded, epoch=0)
+        parameters = {p.untyped_storage().data_ptr() for p in self.training.network.parameters()}
+        found = {}
 
-@register_flop_formula(torch.ops.aps.attention)
-def attention_flop(qkv, heads, out_shape=None, **_) -> int:
-    """Two products over all pairs of tokens, as torch counts its own attention."""
-    b, tokens, width = qkv
-    return 4 * b * tokens**2 * width // 3
+        def pack(tensor):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in parameters:
+                found[storage.data_ptr()] = storage.nbytes()
+            return tensor
 
-
-@register_flop_formula(torch.ops.aps.attention_backward)
-def attention_backward_flop(qkv, gradient, heads, out_shape=None, **_) -> int:
-    """Five products, the first one of them again."""
-    return attention_flop(qkv, heads) * 5 // 2
-
-
-def count_flop(synthetic: Synthetic, groups: int) -> int:
-    """FLOP of one optimizer step."""
-    with FlopCounterMode(display=False) as counter:
-        synthetic.batch()
-    return counter.get_total_flops() // groups
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            self.training.step(self.loaded.views, chosen[:, :, 0], epoch=0)
+        return sum(found.values())
 
 
 def wait(device: torch.device) -> None:
@@ -74,17 +85,48 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def time_steps(synthetic: Synthetic, config: Config, device: torch.device, *, windows: int) -> dict:
-    """Seconds of an optimizer step, from the wall clock around each of so many ``WINDOW``s."""
-    seconds = []
-    for _ in range(windows):
-        wait(device)
-        start = time.perf_counter()
-        for _ in range(WINDOW):
-            synthetic.batch()
-        wait(device)
-        seconds.append((time.perf_counter() - start) / (WINDOW * config.groups))
-    return summary(seconds)
+def warm_up(config: Config, device: torch.device, mode: str, batches: int) -> tuple[Synthetic, dict]:
+    """A trainer that has run, the seconds that took, and on a GPU the most memory that it held."""
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)  # by the modes before
+    start = time.perf_counter()
+    synthetic = Synthetic(config, device, mode=mode)
+    for _ in range(batches):
+        synthetic.batch()
+    wait(device)
+    return synthetic, {
+        "precision": "bfloat16" if synthetic.training.half else "float32",
+        "warm_up_seconds": time.perf_counter() - start,  # compiling included
+        "peak_memory_bytes": torch.cuda.max_memory_allocated(device) - before if on_gpu else None,
+    }
+
+
+def time_in_turns(modes: dict[str, Synthetic], config: Config, device: torch.device, turns: int) -> dict[str, dict]:
+    """Of each mode the seconds of an optimizer step by the clock and of the processor, and both against ``plain``."""
+    batches = 4 if device.type == "cuda" else 1  # a look at the clock waits for the device: not too often
+    clocks = time.perf_counter, time.process_time
+    seconds = {mode: ([], []) for mode in modes}
+    for _ in range(turns):
+        for mode, synthetic in modes.items():
+            wait(device)
+            start = [clock() for clock in clocks]
+            for _ in range(batches):
+                synthetic.batch()
+            wait(device)
+            for found, clock, then in zip(seconds[mode], clocks, start, strict=True):
+                found.append((clock() - then) / (batches * config.groups))
+    result = {}
+    for mode, found in seconds.items():
+        result[mode] = {"step_seconds": summary(found[0]), "processor_seconds": summary(found[1])}
+        if "plain" in modes:
+            for name, plain, ours in zip(
+                ("times_plain", "times_plain_processor"), seconds["plain"], found, strict=True
+            ):
+                result[mode][name] = summary([a / b for a, b in zip(plain, ours, strict=True)])
+    return result
 
 
 def where_time_goes(run: Callable, device: torch.device) -> dict:
@@ -119,67 +161,94 @@ def where_time_goes(run: Callable, device: torch.device) -> dict:
     }
 
 
-def measure_step(config: Config, device: torch.device, *, mode: str, windows: int, warm_up: int) -> dict:
-    on_gpu = device.type == "cuda"
-    synthetic = Synthetic(config, device, mode=mode)
-    if on_gpu:
-        gc.collect()  # what is left of the mode before
-        torch.cuda.reset_peak_memory_stats(device)
-    start = time.perf_counter()
-    for _ in range(warm_up):
-        synthetic.batch()
-    wait(device)
-    result = {"warm_up_seconds": time.perf_counter() - start}  # compiling included
-    result["step_seconds"] = time_steps(synthetic, config, device, windows=windows)
-    result["pairs_per_second"] = config.batch_size / result["step_seconds"]["p50"]
-    result["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device) if on_gpu else None
-    return result | {"profile": where_time_goes(synthetic.batch, device)}
+def against_ceilings(found: dict, config: Config, ceilings: dict) -> dict:
+    """MFU and roofline of a mode that has been timed."""
+    element = 2 if found["precision"] == "bfloat16" else 4
+    operations = roofline.operations(config, element)
+    peak, bandwidth = ceilings["peak_flop_per_second"][found["precision"]], ceilings["copy_bytes_per_second"]
+    rate = config.batch_size / found["step_seconds"]["p50"]
+    limit = config.batch_size / roofline.seconds(operations, peak=peak, bandwidth=bandwidth)
+    work = sum(operation.flop for operation in operations) / config.batch_size
+    return {
+        "pairs_per_second": rate, "mfu": rate * work / peak,
+        "roofline_pairs_per_second": limit, "roofline_share": rate / limit,
+        "kept_bytes_by_formula": roofline.kept(config, element),
+    }  # fmt: skip
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = environment.parser("step", "The optimizer step on synthetic crops.")
     parser.add_argument("--recipe", choices=RECIPES, default="imagenet-vit-s")
     parser.add_argument("--batch-size", type=int, default=512, help="images per step")
-    parser.add_argument("--windows", type=int, default=8, help=f"timed ones, of {WINDOW} loaded batches each")
-    parser.add_argument("--modes", choices=MODES, nargs="+", help="default: all of them on a GPU, eager on a CPU")
+    parser.add_argument("--turns", type=int, default=8, help="timed ones of each mode")
+    parser.add_argument("--modes", choices=MODES, nargs="+", help="default: compiled and eager on a GPU, all on a CPU")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str]) -> int:
     options, device = parse(arguments), environment.device()
     config = dataclasses.replace(RECIPES[options.recipe], batch_size=options.batch_size)
-    windows, warm_up = options.windows, 3
-    if options.smoke:
-        config, windows, warm_up = dataclasses.replace(config, batch_size=2, **SMALL), 2, 1
-    modes = options.modes or (MODES if device.type == "cuda" else ("eager",))
-    flop = count_flop(Synthetic(config, device, mode="eager"), config.groups)
-    result = {
-        "recipe": config.recipe, "model": config.model, "batch_size": config.batch_size, "groups": config.groups,
-        "flop_per_pair": flop / config.batch_size,
-    }  # fmt: skip
-    if options.smoke:
+    turns, batches = options.turns, 3 if device.type == "cuda" else 1
+    names = options.modes or (("compiled", "eager") if device.type == "cuda" else MODES)
+    result = {"recipe": config.recipe, "model": config.model, "groups": config.groups}
+    if options.smoke:  # a compiler for C++ takes longer than all the rest
+        config, turns, names = dataclasses.replace(config, batch_size=2, **SMALL), 2, names[:-1]
         result |= SMALL
-    print(f"{config.recipe}, batch {config.batch_size}: {flop / config.batch_size / 1e9:.2f} GFLOP per pair")
-    for mode in modes:
-        result[mode] = measure_step(config, device, mode=mode, windows=windows, warm_up=warm_up)
-        environment.save(options.json, "step", result)
-        show(mode, result[mode])
-    peak = matrix_product(device, 0.1 if options.smoke else 1)  # on a GPU as warm as it was
-    result |= {"peak_flop_per_second": peak["best"], "dtype": peak["dtype"]}
-    print()
-    for mode in modes:
-        result[mode]["mfu"] = result[mode]["pairs_per_second"] * result["flop_per_pair"] / peak["best"]
-        print(f"{mode}: MFU {result[mode]['mfu']:.1%} of {peak['best'] / 1e12:,.2f} TFLOP/s ({peak['dtype']})")
+    work = sum(operation.flop for operation in roofline.operations(config, 4)) / config.batch_size
+    result |= {"batch_size": config.batch_size, "flop_per_pair": work}
+    print(f"{config.recipe}, batch {config.batch_size}: {work / 1e9:.2f} GFLOP per pair")
+
+    modes = {}
+    for mode in names:
+        modes[mode], result[mode] = warm_up(config, device, mode, batches)
+    for mode, times in time_in_turns(modes, config, device, turns).items():
+        result[mode] |= times
+    seconds = 0.1 if options.smoke else 1  # ceilings: on a GPU as warm as it was
+    precisions = {result[mode]["precision"] for mode in modes}
+    ceilings = {
+        "peak_flop_per_second": {name: matrix_product(device, seconds, name)["best"] for name in sorted(precisions)},
+        "copy_bytes_per_second": copy_bandwidth(device, seconds)["p50"],
+    }
+    result |= ceilings
+    for mode, synthetic in modes.items():
+        result[mode] |= against_ceilings(result[mode], config, ceilings) | {"kept_bytes": synthetic.kept()}
     environment.save(options.json, "step", result)
+    for mode, synthetic in modes.items():
+        result[mode]["profile"] = where_time_goes(synthetic.batch, device)
+        show_profile(mode, result[mode]["profile"])
+    environment.save(options.json, "step", result)
+    show(result, modes)
     return 0
 
 
-def show(mode: str, result: dict) -> None:
-    seconds, memory, profiled = result["step_seconds"], result["peak_memory_bytes"], result["profile"]
-    print(
-        f"\n{mode}: {result['pairs_per_second']:,.1f} pairs/s, "
-        f"step {seconds['p50'] * 1e3:.2f} ms ({seconds['p20'] * 1e3:.2f} to {seconds['p80'] * 1e3:.2f}), peak memory "
-        f"{'-' if memory is None else f'{memory / 2**30:.2f} GiB'}, warm-up {result['warm_up_seconds']:.1f} s; "
-        f"sampling and gathering {profiled['sampling_and_gathering_share']:.2%} of the time"
-    )
+def show_profile(mode: str, profiled: dict) -> None:
+    print(f"\n{mode}: sampling and gathering {profiled['sampling_and_gathering_share']:.2%} of the time")
     environment.print_table(profiled["top"][:SHOWN])
+
+
+def show(result: dict, modes) -> None:
+    """All modes side by side."""
+    rows, memory = [], []
+    for mode in modes:
+        found = result[mode]
+        seconds, times, processor = (found.get(x) for x in ("step_seconds", "times_plain", "times_plain_processor"))
+        rows.append(
+            {"mode": mode, "type": found["precision"], "pairs/s": found["pairs_per_second"]}
+            | {f"ms {name}": seconds[name] * 1e3 for name in ("p20", "p50", "p80")}
+            | ({f"x plain {name}": times[name] for name in ("p20", "p50", "p80")} if times else {})
+            | ({"by processor time": processor["p50"]} if processor else {})
+            | {"MFU": found["mfu"], "roofline": found["roofline_pairs_per_second"], "share": found["roofline_share"]}
+        )
+        peak = found["peak_memory_bytes"]
+        memory.append(
+            {"mode": mode, "kept MiB": found["kept_bytes"] / 2**20}
+            | {"by formula": found["kept_bytes_by_formula"] / 2**20}
+            | {"peak GiB": "-" if peak is None else f"{peak / 2**30:.2f}", "warm-up s": found["warm_up_seconds"]}
+        )
+    peaks = (f"{peak / 1e12:,.2f} TFLOP/s in {name}" for name, peak in result["peak_flop_per_second"].items())
+    print(
+        f"\nceilings: {', '.join(peaks)}, copies {result['copy_bytes_per_second'] / 1e9:,.1f} GB/s; roofline: pairs/s"
+    )
+    environment.print_table(rows)
+    print()
+    environment.print_table(memory)

@@ -69,13 +69,15 @@ def copy_bandwidth(device: torch.device, seconds: float) -> dict:
     return {"bytes": 2 * size} | {name: 2 * size / times[name] for name in ("p20", "p50", "p80")}
 
 
-def matrix_product(device: torch.device, seconds: float) -> dict:
-    """FLOP per second (2 per multiply-add) of square products: bfloat16 on a GPU, float32 on a CPU, random numbers.
+def matrix_product(device: torch.device, seconds: float, precision: str = "") -> dict:
+    """FLOP per second (2 per multiply-add) of square products of random numbers.
 
-    {"dtype", "sizes": {side: at the median time}, "best"}; ``best`` is the ceiling that MFU is counted against.
+    ``precision``: "bfloat16" or "float32"; by default the first on a GPU, the second on a CPU. {"dtype", "sizes":
+    {side: at the median time}, "best"}; ``best`` is the ceiling that MFU is counted against.
     """
-    dtype, sizes = (torch.bfloat16, (4096, 8192, 16384)) if device.type == "cuda" else (torch.float32, (1024,))
-    rates = {}
+    on_gpu = device.type == "cuda"
+    dtype = getattr(torch, precision or ("bfloat16" if on_gpu else "float32"))
+    sizes, rates = (4096, 8192, 16384) if on_gpu else (1024, 2048), {}
     for side in sizes:
         a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
         out = torch.empty_like(a)

@@ -144,16 +144,17 @@ _op.register_autograd(_backward, setup_context=_keep)
 
 
 def suits(qkv, heads):
-    """Whether the kernels take packed queries, keys and values, [B,T,3*H*D]; torch's attention takes the others."""
+    """Whether our operator takes packed queries, keys and values, [B,T,3*H*D]; torch's attention takes the others."""
     tokens, head = qkv.shape[1], qkv.shape[2] // (3 * heads)
-    return qkv.is_cuda and qkv.dtype in DTYPES and tokens <= MAX_TOKENS and head in WIDTHS
+    return qkv.dtype in DTYPES and tokens <= MAX_TOKENS and head in WIDTHS
 
 
 def attention(qkv, *, heads):
     """Softmax self-attention of packed queries, keys and values, [B,T,3*H*D] in (q/k/v, head, dimension) order.
 
-    Returns [B,T,H*D] of the same type. On a GPU sequences of up to 128 tokens, D 16, 32 or 64, bfloat16 or float16, run
-    as one kernel, with float32 sums and P and dS rounded to the type of ``qkv``; everything else goes through torch's
+    Returns [B,T,H*D] of the same type. Sequences of up to 128 tokens, D 16, 32 or 64, bfloat16 or float16, run as one
+    kernel on a GPU, with float32 sums and P and dS rounded to the type of ``qkv``, and as the reference's products on a
+    CPU, where torch's backward pass is five times as slow in these types; everything else goes through torch's
     ``scaled_dot_product_attention``.
     """
     if qkv.dim() != 3 or heads < 1 or qkv.shape[2] % (3 * heads):

@@ -23,6 +23,7 @@ from pipeline import Index, evaluation_batches
 from .pretrained import load_encoder
 from .ranks import Ranks
 from .recipes import RECIPES, learning_rate
+from .training import in_half
 from .tuning import TuneConfig
 
 FIGURES = "loss", "gradient_norm"  # what a step returns
@@ -64,7 +65,7 @@ class Tuning:
 
     def __init__(self, config: TuneConfig, vit: VisionTransformer, description: dict[str, Any], ranks: Ranks):
         self.config, self.ranks, self.device = config, ranks, ranks.device
-        self.on_gpu = self.device.type == "cuda"
+        self.half = in_half(config, self.device)
         self.description = description
         self.network = vit.to(self.device)
         mean, std = (255 * torch.tensor(description[name], device=self.device) for name in ("mean", "std"))
@@ -80,7 +81,7 @@ class Tuning:
         if config.mixup or config.cutmix:
             self.mix = Mixup(config.mixup, config.cutmix, label_smoothing=config.smoothing, num_classes=classes)
         self.erase = RandomErasing(config.erasing, mode="pixel", device=self.device)
-        self.forward = torch.compile(vit, dynamic=False) if self.on_gpu else vit
+        self.forward = torch.compile(vit, dynamic=False) if self.device.type == "cuda" else vit
         if ranks.count > 1:
             self.forward = DistributedDataParallel(self.forward, gradient_as_bucket_view=True)
 
@@ -98,7 +99,7 @@ class Tuning:
         if self.mix is not None:
             images, labels = self.mix(images, labels)
         self.network.train()
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.on_gpu):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
             scores = self.forward(images)
         smoothing = config.smoothing if self.mix is None else 0.0  # mixed labels are smooth already
         loss = F.cross_entropy(scores.float(), labels, label_smoothing=smoothing)
@@ -178,7 +179,7 @@ def evaluate(
         images, truth = tuning.normalised(images), translated[labels][:, None]
         seen += len(images)
         for row, network in zip(right, networks.values(), strict=True):
-            with torch.autocast(ranks.device.type, torch.bfloat16, enabled=tuning.on_gpu):
+            with torch.autocast(ranks.device.type, torch.bfloat16, enabled=tuning.half):
                 scores = network(images)
             hits = scores.topk(min(5, len(classes)), dim=1).indices == truth
             row += torch.stack([hits[:, 0].sum(), hits.any(1).sum()])

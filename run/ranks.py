@@ -91,7 +91,8 @@ class Ranks:
         dist.all_gather_object(values, value)
         return values
 
-    def leave(self) -> None:
+    @staticmethod
+    def leave() -> None:
         """Parts from the other ranks; each goes on alone."""
         if dist.is_initialized():
             dist.destroy_process_group()

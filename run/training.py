@@ -16,7 +16,7 @@ from kernels import gather_patches, sample_views
 from model import AdaptiveClip, FlatParameters, KeyNetwork, QueryNetwork, clip_units, contrastive_loss
 from pipeline import Batch
 
-from .recipes import Config, learning_rate, momentum_coefficient
+from .recipes import Config, RunConfig, learning_rate, momentum_coefficient
 from .session import new_encoder, plan_patches
 
 FIGURES = "loss", "similarity", "feature_std"  # what a step returns
@@ -32,6 +32,7 @@ class Training:
         self.config, self.device = config, device
         self.patch, self.grid, self.keep = plan_patches(config)
         self.on_gpu = device.type == "cuda"
+        self.half = in_half(config, device)
         self.network = QueryNetwork(
             new_encoder(config), hidden=config.head_hidden, out=config.head_out, seed=config.seed,
             projector_layers=config.projector_layers, predictor_layers=config.predictor_layers,
@@ -43,7 +44,7 @@ class Training:
         sharded = config.fsdp and ranks > 1
         if sharded:
             for network in filter(None, (self.network, self.key_network)):
-                _shard(network, compiled=compiled, half=self.on_gpu)
+                _shard(network, compiled=compiled, half=self.half)
         units = clip_units(self.network)
         self.flat = FlatParameters([[self.network.get_parameter(name) for name in unit] for unit in units])
         if self.key_network is not None:  # all units but the predictor, which is the last
@@ -87,9 +88,9 @@ class Training:
         """
         config = self.config
         self.optimizer.param_groups[0]["lr"] = learning_rate(config, epoch)
-        dtype = torch.bfloat16 if self.on_gpu else torch.float32
+        dtype = torch.bfloat16 if self.half else torch.float32
         patches = gather_patches(crops, chosen, patch=self.patch, mean=config.mean, std=config.std, dtype=dtype)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.on_gpu):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
             queries, projections, spread = self.query(patches, chosen)
             with torch.no_grad():
                 keys = self.key(patches, chosen) if self.key is not None else projections
@@ -158,6 +159,13 @@ class Training:
         return self.flat.own(tensor) if tensor.shape == (self.flat.whole_size,) else tensor
 
 
+def in_half(config: RunConfig, device: torch.device) -> bool:
+    """Whether products and activations are bfloat16, not float32."""
+    if config.precision == "auto":
+        return device.type == "cuda" or torch.cpu._is_amx_tile_supported()
+    return config.precision == "bfloat16"
+
+
 def flop_per_pair(network: QueryNetwork, keep: int, *, momentum: bool) -> float:
     """Floating-point operations of a pair of views in an optimizer step, 2 per multiply-add, matrix products of
     the networks only.
@@ -180,10 +188,11 @@ def flop_per_pair(network: QueryNetwork, keep: int, *, momentum: bool) -> float:
     return 2 * (query + keys)
 
 
-def product_rate(device: torch.device) -> float:
-    """FLOP per second of a large matrix product (bfloat16 on a GPU, float32 on a CPU) at its best: MFU is the share of
+def product_rate(device: torch.device, *, half: bool) -> float:
+    """FLOP per second of a large matrix product (bfloat16 if ``half``, else float32) at its best: MFU is the share of
     it. Takes a tenth of a second."""
-    side, dtype, runs = (8192, torch.bfloat16, 20) if device.type == "cuda" else (1024, torch.float32, 3)
+    side, runs = (8192, 20) if device.type == "cuda" else (1024, 3)
+    dtype = torch.bfloat16 if half else torch.float32
     a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
     seconds = []
     for _ in range(runs):

@@ -64,7 +64,7 @@ MODELS = {  # patch side in pixels, grid; width, blocks, attention heads
 }
 # No constants of the method: where things lie, what is shown and kept, the machine, which run of a recipe it is.
 OURS = {
-    "recipe", "data", "eval_data", "output", "max_steps", "device", "threads", "seed", "resume", "max_bad",
+    "recipe", "data", "eval_data", "output", "max_steps", "device", "precision", "threads", "seed", "resume", "max_bad",
     "checkpoint_every", "keep_last", "keep_every", "log_every", "knn_images", "knn_every", "fsdp", "grad_checkpointing",
     "compress_gradients",
 }  # fmt: skip
