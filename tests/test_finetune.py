@@ -21,9 +21,9 @@ from run.ranks import Ranks
 from run.tuning import TUNE_RECIPES, TuneConfig
 
 TINY = (
-    "--device", "cpu", "--threads", "1", "--model", "vit_tiny_patch16_224", "--depth", "1", "--image-size", "32",
-    "--patch-size", "8", "--batch-size", "12", "--epochs", "6", "--log-every", "3", "--checkpoint-every", "100",
-    "--mixup", "0.8", "--cutmix", "1", "--erasing", "0.25", "--lr", "1e-3", "--ema", "0.9", "--operations", "0",
+    "--device", "cpu", "--precision", "float32", "--threads", "1", "--model", "vit_tiny_patch16_224", "--depth", "1",
+    "--image-size", "32", "--patch-size", "8", "--batch-size", "12", "--epochs", "6", "--log-every", "3",
+    "--checkpoint-every", "100", "--mixup", "0.8", "--cutmix", "1", "--erasing", "0.25", "--lr", "1e-3", "--ema", "0.9", "--operations", "0",
 )  # fmt: skip
 
 
