@@ -23,7 +23,8 @@ from run.tuning import TUNE_RECIPES, TuneConfig
 TINY = (
     "--device", "cpu", "--precision", "float32", "--threads", "1", "--model", "vit_tiny_patch16_224", "--depth", "1",
     "--image-size", "32", "--patch-size", "8", "--batch-size", "12", "--epochs", "6", "--log-every", "3",
-    "--checkpoint-every", "100", "--mixup", "0.8", "--cutmix", "1", "--erasing", "0.25", "--lr", "1e-3", "--ema", "0.9", "--operations", "0",
+    "--checkpoint-every", "100", "--mixup", "0.8", "--cutmix", "1", "--erasing", "0.25", "--lr", "1e-3",
+    "--ema", "0.9", "--operations", "0",
 )  # fmt: skip
 
 
