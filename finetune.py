@@ -162,7 +162,8 @@ def described(description: dict) -> str:
 
 def score(tuning: Tuning, evaluation: Index, classes, report: Report, step: int, threads: int, last=False) -> dict:
     """Accuracy on all evaluation images, said and recorded."""
-    scores, bad = evaluate(tuning, evaluation, classes, threads=threads)
+    with report.aside():
+        scores, bad = evaluate(tuning, evaluation, classes, threads=threads)
     epoch = step / report.steps_per_epoch
     left_out = {f"{evaluation.root}/{path}": reason for path, reason in evaluation.rejected.items()}
     left_out |= {evaluation.file(sample): reason for sample, reason in bad.items()}

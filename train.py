@@ -94,7 +94,8 @@ def main(arguments: list[str]) -> None:
                     if evaluation and knn_every and step // knn_every > (step - 1) // knn_every and step < steps:
                         encoder = training.encoder()
                         if ranks.first:
-                            score(config, {"trained": encoder}, index, evaluation, report, step, threads)
+                            with report.aside():
+                                score(config, {"trained": encoder}, index, evaluation, report, step, threads)
                     stopped = stop.agreed(step) and step < steps
                     if step % config.checkpoint_every == 0 or step == steps or stopped:
                         save(saver, config, loader, ranks, step, training, report)

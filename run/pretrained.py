@@ -113,7 +113,9 @@ def _read(source: Path, model: str | None) -> tuple[dict[str, Any], dict[str, Te
 
 
 def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    exported, layout = folder / "encoder.safetensors", folder / "config.json"
+    layout = folder / "config.json"
+    written = (path for stem in ("encoder", "model") if (path := folder / f"{stem}.json").exists())  # by fine-tuning
+    exported = next(written, folder / "encoder.json").with_suffix(".safetensors")
     newest, damaged = checkpoint.newest(folder / "checkpoints")
     for line in damaged:
         warnings.warn(f"{line}; the one before it is used", stacklevel=4)

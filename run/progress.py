@@ -5,6 +5,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -87,6 +88,15 @@ class Report:
             if batch is None:
                 return
             yield batch
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What is done within counts neither as training nor as waiting."""
+        if self.ranks.device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        yield
+        self.since += time.perf_counter() - start
 
     def step(self, step: int, values: Sequence[Tensor], finite: Tensor, learning_rate: float) -> None:
         """After optimizer step number ``step`` (the first is 1). ``values``, in the order of ``figures``, and

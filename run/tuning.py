@@ -83,6 +83,7 @@ class TuneConfig(RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check(self.eval_every > 0, self, "eval_every", "more than 0")
+        check(self.warmup_epochs < self.epochs, self, "warmup_epochs", f"less than the {self.epochs:g} of --epochs")
         for name in ("image_size", "patch_size", "depth", "probe_images"):
             check(getattr(self, name) >= 0, self, name, "0 or more")
         for name in ("clip_norm", "mixup", "cutmix"):

@@ -21,9 +21,10 @@ from run.ranks import Ranks
 from run.tuning import TUNE_RECIPES, TuneConfig
 
 TINY = (
-    "--device", "cpu", "--threads", "1", "--model", "vit_tiny_patch16_224", "--depth", "1", "--image-size", "32",
-    "--patch-size", "8", "--batch-size", "12", "--epochs", "6", "--log-every", "3", "--checkpoint-every", "100",
-    "--mixup", "0.8", "--cutmix", "1", "--erasing", "0.25", "--lr", "1e-3", "--ema", "0.9", "--operations", "0",
+    "--device", "cpu", "--precision", "float32", "--threads", "1", "--model", "vit_tiny_patch16_224", "--depth", "1",
+    "--image-size", "32", "--patch-size", "8", "--batch-size", "12", "--epochs", "6", "--log-every", "3",
+    "--checkpoint-every", "100", "--mixup", "0.8", "--cutmix", "1", "--erasing", "0.25", "--lr", "1e-3",
+    "--ema", "0.9", "--operations", "0",
 )  # fmt: skip
 
 
@@ -173,9 +174,7 @@ def test_probes_leave_the_encoder_as_it_is(data, tuned, tmp_path, capsys, monkey
     made = finetune.new_model
     monkeypatch.setattr(finetune, "new_model", lambda *how: seen.append(made(*how)) or seen[-1])
     arguments = ["--data", str(data / "train"), "--eval-data", str(data / "val"), "--device", "cpu", "--threads", "1"]
-    finetune.main(
-        [*arguments, "--encoder", str(tuned / "model.safetensors"), "--probe", kind, "--output", str(tmp_path)]
-    )
+    finetune.main([*arguments, "--encoder", str(tuned), "--probe", kind, "--output", str(tmp_path)])
     said = capsys.readouterr().out
     record = json.loads((tmp_path / "probes.jsonl").read_text())
     assert said.count("\n") == 1 and f"top1 {record['top1']:.2f} %" in said and "cut.jpg" in said
