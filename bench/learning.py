@@ -1,0 +1,83 @@
+"""The table of ``bench/learning.sh``: accuracy after fine-tuning, and k-NN before it, as mean and spread over seeds.
+
+The spread is the standard deviation of the seeds (n - 1). Runs that are not complete are not counted.
+"""
+
+import json
+import re
+import statistics
+from pathlib import Path
+
+import numpy as np
+
+from bench import environment
+from pipeline import Index
+
+ARMS = {
+    "scratch": "from scratch",
+    "scratch-long": "from scratch, as long as pretraining and fine-tuning together",
+    "aps": "APS",
+    "uniform": "APS, patches drawn uniformly (gamma 0)",
+    "one-group": "APS, one group instead of four, as many steps",
+}
+
+
+def table(folder: Path) -> list[dict]:
+    """A row for each arm that has complete runs; accuracies in percent."""
+    rows = []
+    for arm, what in ARMS.items():
+        tuned = _figures(folder, rf"{arm}-\d+-tuned", "top1")
+        knn = _figures(folder, rf"{arm}-\d+", "knn_trained")
+        untrained = _figures(folder, rf"{arm}-\d+", "knn_untrained")
+        if tuned or knn:
+            rows.append({
+                "arm": what, "runs": len(tuned), "top1": _mean(tuned), "top1_spread": _spread(tuned),
+                "knn": _mean(knn), "knn_spread": _spread(knn), "knn_untrained": _mean(untrained),
+            })  # fmt: skip
+    return rows
+
+
+def _figures(folder: Path, pattern: str, name: str) -> list[float]:
+    """The last figure of that name in each complete run of an arm."""
+    found = []
+    for run in sorted(folder.iterdir()):
+        if re.fullmatch(pattern, run.name) and any((run / f"{end}.json").exists() for end in ("model", "encoder")):
+            lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+            found += [line[name] for line in lines if name in line][-1:]
+    return found
+
+
+def _mean(values: list[float]) -> float | None:
+    return statistics.mean(values) if values else None
+
+
+def _spread(values: list[float]) -> float | None:
+    return statistics.stdev(values) if len(values) > 1 else None
+
+
+def print_list(folder: Path, images: int) -> None:
+    """Prints ``path<TAB>label`` of so many images (0: all), as many of each class, evenly spaced over its files."""
+    index = Index.scan(folder)
+    for label, name in enumerate(index.classes):
+        samples = np.flatnonzero(index.labels == label)
+        count = min(len(samples), images // len(index.classes) or len(samples))
+        for sample in samples[np.linspace(0, len(samples) - 1, count).round().astype(int)]:
+            print(f"{Path(index.file(sample)).absolute()}\t{name}")
+
+
+def main(arguments: list[str]) -> int:
+    parser = environment.parser("learning", "What pretraining is worth: the table of bench/learning.sh.")
+    parser.add_argument("runs", type=Path, help="its folder of runs")
+    parser.add_argument("--list", type=Path, metavar="FOLDER", help="instead, print some images of a folder as a list")
+    parser.add_argument("--images", type=int, default=0, help="how many; 0: all")
+    options = parser.parse_args(arguments)
+    if options.list is not None:
+        print_list(options.list, options.images)
+        return 0
+    rows = table(options.runs)
+    if not rows:
+        print(f"bench learning: no complete run in {options.runs}")
+        return 2
+    environment.save(options.json, "learning", {"rows": rows})
+    environment.print_table(rows)
+    return 0
