@@ -146,6 +146,8 @@ def main(arguments: list[str]) -> None:
             known = {name: figure for name, figure in figures.items() if figure is not None}
             report.record({"step": step, "eval_images": len(evaluation), "eval_unread": len(unread), **known})
             report.say(f"average precision on {len(evaluation):,} images, in percent:\n{table(figures)}")
+    else:
+        report.say("no --eval-annotations: no average precision")
     ranks.leave()
 
 
