@@ -123,8 +123,8 @@ def main(arguments: list[str]) -> None:
             if step % config.checkpoint_every == 0 or step == steps or stopped:
                 for found in ranks.gather(bad):
                     bad |= found
+                state = {name: part.state_dict() for name, part in parts.items()}  # that of the report asks all ranks
                 if ranks.first:
-                    state = {name: part.state_dict() for name, part in parts.items()}
                     state |= {"step": step, "bad": bad, "run": json.dumps(describe(config, data))}
                     checkpoint.save(config.output / "checkpoints", step, state)
             if stopped:
@@ -146,6 +146,8 @@ def main(arguments: list[str]) -> None:
             known = {name: figure for name, figure in figures.items() if figure is not None}
             report.record({"step": step, "eval_images": len(evaluation), "eval_unread": len(unread), **known})
             report.say(f"average precision on {len(evaluation):,} images, in percent:\n{table(figures)}")
+    else:
+        report.say("no --eval-annotations: no average precision")
     ranks.leave()
 
 

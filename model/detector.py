@@ -49,7 +49,7 @@ def create_detector(
     # torchvision computes boxes in the type of these outputs, and half precision would round them to several pixels.
     for module in (detector.rpn.head, detector.roi_heads.box_predictor, detector.roi_heads.mask_predictor):
         module.register_forward_hook(_in_float32)
-    return detector
+    return detector.to(memory_format=torch.channels_last)  # as the norms leave the maps
 
 
 def _in_float32(module: nn.Module, inputs: Any, outputs: Any) -> Any:

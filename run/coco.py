@@ -75,10 +75,11 @@ def average_precision(data: CocoData, results: Sequence[dict[str, Any]]) -> dict
     categories = [{"id": number, "name": name} for number, name in data.categories.items()]
     figures: dict[str, float | None] = {}
     with contextlib.redirect_stdout(io.StringIO()):  # it tells of each of its steps
+        truth = COCO()
+        truth.dataset = {"images": images, "categories": categories, "annotations": data.truth()}
+        truth.createIndex()
         for kind, geometry in (("box", "bbox"), ("mask", "segm")):
-            truth, found = COCO(), COCO()
-            truth.dataset = {"images": images, "categories": categories, "annotations": data.truth()}
-            truth.createIndex()
+            found = COCO()
             if results:
                 # Without the box the sizes of objects are those of their masks, as they should be for these.
                 left_out = {"box": "segmentation", "mask": "bbox"}[kind]

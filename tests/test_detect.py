@@ -22,8 +22,8 @@ pytest.importorskip("pycocotools")
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of pycocotools
 
 LEARNS = (
-    "--device", "cpu", "--depth", "2", "--width", "32", "--batch-size", "2", "--epochs", "2", "--scale", "1", "1",
-    "--warmup-steps", "30", "--checkpoint-every", "150", "--log-every", "40",
+    "--device", "cpu", "--depth", "2", "--width", "32", "--batch-size", "2", "--epochs", "2.5", "--scale", "1", "1",
+    "--warmup-steps", "30", "--checkpoint-every", "190", "--log-every", "40",
 )  # fmt: skip
 QUICK = (
     "--device", "cpu", "--depth", "1", "--width", "8", "--batch-size", "4", "--epochs", "1", "--image-size", "64",
@@ -54,7 +54,7 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def trained(scenes, tmp_path_factory):
-    """A run of 160 steps from start to end."""
+    """A run of 200 steps from start to end."""
     output = tmp_path_factory.mktemp("runs") / "trained"
     main([*LEARNS, *scenes[0], "--output", str(output)])
     return output
@@ -65,19 +65,19 @@ def lines(output):
 
 
 def test_learns_to_find_and_outline(scenes, trained):
-    """Measured with five seeds: 26 to 47 % AP50 of boxes and masks, from 0."""
+    """Measured with five seeds: AP50 of 38 to 52 % for boxes and 37 to 50 % for masks, from 0."""
     options, data = scenes
     config = parse([*LEARNS, *options])
     untrained = new_detector(config, 4)
     before, *_ = evaluate(untrained, data["eval"], size=config.image_size, workers=0, ranks=Ranks.join("cpu"))
     logged = lines(trained)
     after = logged[-1]
-    assert after["step"] == 160 and after["eval_images"] == 32
+    assert after["step"] == 200 and after["eval_images"] == 32
     for kind in ("box", "mask"):
         assert before[f"{kind}_AP50"] < 2
-        assert after[f"{kind}_AP50"] > 12 and after[f"{kind}_AP"] > 3
-    assert [line["step"] for line in logged[:-1]] == [40, 80, 120, 160]
-    assert logged[3]["loss"] < 0.8 * logged[0]["loss"]
+        assert after[f"{kind}_AP50"] > 20 and after[f"{kind}_AP"] > 6
+    assert [line["step"] for line in logged[:-1]] == [40, 80, 120, 160, 200]
+    assert logged[4]["loss"] < 0.8 * logged[0]["loss"]
     found = json.loads((trained / "detections.json").read_text())
     assert {one["category_id"] for one in found} <= set(data["eval"].categories)
 
@@ -89,7 +89,7 @@ def test_two_ranks_train_and_count_each_image_once(scenes, trained, tmp_path):
     newest, _ = checkpoint.newest(output / "checkpoints")
     newest.unlink()
     said = run_program("detect.py", *LEARNS, *scenes[0], "--output", output, ranks=2).stdout
-    assert "steps 151 to 160" in said and "average precision on 32 images" in said
+    assert "steps 191 to 200" in said and "average precision on 32 images" in said
     one, two = lines(trained), lines(output)
     assert [line["step"] for line in two] == [line["step"] for line in one]
     assert two[-2]["loss"] == pytest.approx(one[-2]["loss"], rel=0.1)
