@@ -4,15 +4,13 @@ python train.py --recipe imagenet-vit-s --data FOLDER --output RUN
 torchrun --nproc-per-node 8 train.py --recipe imagenet-vit-s --data FOLDER --output RUN
 """
 
-import argparse
 import os
-import signal
 import sys
 
 from model.export import export_encoder
-from pipeline import Index, Loader, TooManyBadFiles
+from pipeline import Index, Loader
 from pipeline.index import printable
-from run import knn
+from run import knn, program
 from run.checkpoint import Saver
 from run.progress import Report, TooManySkipped
 from run.ranks import Ranks
@@ -50,6 +48,7 @@ def main(arguments: list[str]) -> None:
     except (ValueError, OSError) as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"train.py: {error}", file=sys.stderr)
+        Ranks.leave()
         sys.exit(2)
 
     groups = config.groups
@@ -104,12 +103,14 @@ def main(arguments: list[str]) -> None:
                 if stopped:
                     break
         except TooManySkipped as error:
-            raise TooManySkipped(f"{error}; {write_skipped(config, loader, ranks, step)} names the images") from None
+            skipped = write_skipped(config, loader, ranks, step, groups=groups)
+            raise TooManySkipped(f"{error}; {skipped} names the images") from None
         finally:  # also where there are too many
             if ranks.first:
                 write_rejected(config.output, index, loader.bad)
         saver.wait()
         report.say(summarise_rejected(index, loader.bad, config.output))
+        stopped = stopped or stop.agreed(0)
     encoder = training.encoder()
     ranks.leave()
     if stopped:
@@ -120,14 +121,8 @@ def main(arguments: list[str]) -> None:
 
 
 def parse(arguments: list[str]) -> Config:
-    """The config of a command line: the recipe that it names, and what it says beside that."""
-    import tyro
-
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--recipe", default="toy")
-    recipe = first.parse_known_args(arguments)[0].recipe
-    default = RECIPES.get(recipe, RECIPES["toy"])  # an unknown one is tyro's to refuse
-    return tyro.cli(tyro.conf.OmitArgPrefixes[Config], prog="train.py", default=default, args=arguments)
+    """The config of a command line."""
+    return program.parse("train.py", RECIPES, arguments)
 
 
 def score(
@@ -172,15 +167,4 @@ def finish(
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, where no step is to be finished
-    try:
-        main(sys.argv[1:])
-    except TooManyBadFiles as error:
-        sys.exit(f"train.py: {error}; all of them are in rejected.jsonl. Repair the data or raise --max-bad")
-    except TooManySkipped as error:
-        sys.exit(f"train.py: {error}. Lower --lr, or look at these images")
-    except OSError as error:  # of the output folder: DALI reads the images, and its errors are RuntimeErrors
-        sys.exit(f"train.py: {error}; what was saved before is intact, and the same command goes on from there")
-    except KeyboardInterrupt:
-        print("train.py: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
-        sys.exit(STOPPED)
+    program.run("train.py", main)

@@ -13,6 +13,7 @@ SUBJECTS = {
     "pipeline": "decoded and augmented images per second, against torchvision; cost of each stage; parity (needs DALI)",
     "soak": "memory, and what bad files cost, over thousands of batches (needs DALI)",
     "attention": "what an encoder looks at, and nearest neighbours, as a picture (needs DALI and matplotlib)",
+    "scaling": "8 and 64 GPUs, predicted from the figures of one",
     "train": "train.py end to end, and the share of time it waits for data (needs DALI and tyro)",
     "curves": "loss, accuracy and speed of one or several runs as one PNG (needs matplotlib)",
 }

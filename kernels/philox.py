@@ -22,6 +22,7 @@ class Purpose(enum.IntEnum):
     COLOUR = 2
     REPLACEMENT = 3
     PATCHES = 4
+    LABELLED = 5
 
 
 def philox(counter, key):

@@ -4,6 +4,7 @@ import copy
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -15,15 +16,16 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
-        x = x.clone()
-        dist.all_reduce(x)
-        return x
+        return _sum_over_ranks(x)
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> Tensor:
-        gradient = gradient.clone()
-        dist.all_reduce(gradient)
-        return gradient
+        return _sum_over_ranks(gradient)
+
+
+def _sum_over_ranks(x: Tensor) -> Tensor:
+    """In functional form, which torch.compile keeps in the graph: torch 2.11 loses in-place ones of a backward pass."""
+    return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", dist.group.WORLD))
 
 
 class BatchNorm(nn.Module):
@@ -80,7 +82,6 @@ class KeyNetwork(nn.Module):
         super().__init__()
         self.encoder = encoder
         self.projector = projector
-        self.encode = encode  # may be replaced by a compiled one
 
     def forward(self, patches: Tensor, index: Tensor) -> Tensor:
         """Projections [2, B, E] of both views; ``patches`` [2, B, K, 3*P*P], ``index`` [2, B, K].
@@ -90,7 +91,7 @@ class KeyNetwork(nn.Module):
         return self._project(self._features(patches, index))
 
     def _features(self, patches: Tensor, index: Tensor) -> Tensor:
-        return self.encode(self.encoder, patches.flatten(0, 1), index.flatten(0, 1))
+        return encode(self.encoder, patches.flatten(0, 1), index.flatten(0, 1))
 
     def _project(self, features: Tensor) -> Tensor:
         return torch.stack([self.projector(view) for view in features.chunk(2)])

@@ -17,10 +17,13 @@ itself: every parameter comes with the batch. Facts it relies on (DALI 2.4; the 
 import dataclasses
 import errno
 import math
+import warnings
 
 import numpy as np
 
 _LUMA = np.array([0.299, 0.587, 0.114])  # ITU-R BT.601, as Pillow and torchvision weigh grey
+OPERATIONS, IDENTITY = 14, 13  # in DALI's suite of RandAugment: their number, and that of the one that does nothing
+BINS = 31  # their magnitudes: 0 is none, 30 is full
 _WIDEST = 300  # pixels: radius of the blur at the largest sigma that an Augmentation takes
 
 
@@ -31,6 +34,8 @@ class View:
     colour: bool = False
     blur: float = 0.0  # probability: at 1 the operation is unconditional
     solarise: bool = False
+    shift: bool = False  # over black, of training with labels
+    operations: int = 0  # of RandAugment
 
 
 def views(augmentation):
@@ -75,6 +80,10 @@ def feeds(view, sizes, drawn, number):
         arrays.append(np.ascontiguousarray(drawn.blur_sigma[:, number]))  # DALI takes no strides
     if view.solarise:
         arrays.append(np.ascontiguousarray(drawn.solarise[:, number]))
+    if view.shift:
+        arrays.append(drawn.shifts)
+    if view.operations:
+        arrays.append(drawn.operations)
     return arrays
 
 
@@ -90,7 +99,7 @@ def pipeline(source, views, *, image_size, batch_size, threads, device_id, files
 
     gpu = device_id is not None
     gpu_form = gpu if gpu_form is None else gpu_form
-    inputs = 1 + sum(2 + 3 * v.colour + (v.blur > 0) + v.solarise for v in views)
+    inputs = 1 + sum(2 + 3 * v.colour + (v.blur > 0) + v.solarise + v.shift + (v.operations > 0) for v in views)
 
     @pipeline_def(batch_size=batch_size, num_threads=threads, device_id=device_id, enable_conditionals=True)
     def graph():
@@ -118,6 +127,11 @@ def pipeline(source, views, *, image_size, batch_size, threads, device_id, files
                 solarised = next(arrays)
                 if solarised:
                     image = dmath.min(image, image ^ types.Constant(255, dtype=types.UINT8))  # x ^ 255 is 255 - x
+            if view.shift:
+                where = {"axes": [0, 1], "out_of_bounds_policy": "pad", "fill_values": 0}
+                image = fn.slice(image, start=next(arrays), shape=size, **where)
+            if view.operations:
+                image = _rand_augment(image, next(arrays), view.operations, image_size)
             outputs.append(image)
         return tuple(outputs)
 
@@ -157,6 +171,24 @@ def _blur(image, sigma, gpu_form):
     weights = weights / fn.reductions.sum(weights)
     image = fn.filter(image, fn.reshape(weights, shape=[1, -1]))
     return fn.filter(image, fn.reshape(weights, shape=[-1, 1]))
+
+
+def _rand_augment(image, chosen, count, side):
+    """RandAugment on an image [side,side,3] by DALI's operations; ``chosen`` [count,3]: number, magnitude and sign.
+
+    At full magnitude: 30 degrees, shear 0.3, shift by 0.45 of the side, factors 1 +- 0.9, 4 bits, threshold 0.
+    """
+    from nvidia.dali.auto_aug import rand_augment
+    from nvidia.dali.auto_aug.core import select, signed_bin
+
+    suite = rand_augment.get_rand_augment_suite(max_translate_abs=round(0.45 * side))
+    assert len(suite) == OPERATIONS and suite[IDENTITY].name == "identity"
+    with warnings.catch_warnings(record=True):  # kept from the user: DALI's, that it has deprecated what it uses here
+        for number in range(count):
+            magnitude = signed_bin(chosen[number, 1], random_sign=chosen[number, 2])
+            how = {"magnitude_bin": magnitude, "num_magnitude_bins": BINS, "fill_value": 128}
+            image = select(suite, chosen[number, 0], data=image, **how)
+    return image
 
 
 def decode(encoded, gpu):

@@ -10,7 +10,7 @@ import os
 import numpy as np
 import torch
 
-from pipeline import graph, stream
+from pipeline import graph, labelled, stream
 from pipeline.headers import printable
 from pipeline.index import Index
 
@@ -19,16 +19,16 @@ _BAD_FLOOR = 20  # so many bad files are allowed however few there are
 
 def bad_limit(files: int, share: float) -> int:
     """How many of so many files may be bad before a run stops."""
-    return max(_BAD_FLOOR, int(share * files))
+    return max(_BAD_FLOOR, int(share * files)) if share else 0
 
 
 @dataclasses.dataclass
 class Batch:
     """One rank's part of a global batch, B images, all on the device."""
 
-    views: tuple[torch.Tensor, torch.Tensor]  # uint8 [B,H,W,3] each; DALI's own memory, kept alive by the tensor
-    boxes: torch.Tensor  # int32 [B,2,4] (y, x, h, w), pixels of the upright source image as it was indexed
-    flips: torch.Tensor  # bool [B,2]
+    views: tuple[torch.Tensor, ...]  # uint8 [B,H,W,3] each; DALI's own memory, kept alive by the tensor
+    boxes: torch.Tensor  # int32 [B,views,4] (y, x, h, w), pixels of the upright source image as it was indexed
+    flips: torch.Tensor  # bool [B,views]
     sample: torch.Tensor  # int64 [B] position in the index; of the replacement where a file is bad
     label: torch.Tensor  # int64 [B], -1 = none
 
@@ -38,7 +38,7 @@ class TooManyBadFiles(ValueError):
 
 
 class Loader:
-    """Endless, numbered batches of two augmented views; ``batch_size`` counts the images of all ranks.
+    """Endless, numbered batches of two augmented views (one with labels); ``batch_size`` counts those of all ranks.
 
     Batch b belongs to epoch b // batches_per_epoch; an incomplete last batch of an epoch is dropped. What a batch holds
     depends on its number, the seed, the index and the augmentation only. ``bad`` names the samples found undecodable so
@@ -49,7 +49,7 @@ class Loader:
     def __init__(
         self,
         index: Index,
-        augmentation: stream.Augmentation,
+        augmentation: stream.Augmentation | labelled.LabelledAugmentation,
         *,
         image_size: int,
         batch_size: int,
@@ -69,7 +69,9 @@ class Loader:
         self.batches_per_epoch = len(index) // batch_size
         self.bad: dict[int, str] = {}
         self._batch_size, self._per_rank, self._rank = batch_size, batch_size // ranks, rank
-        self._views = graph.views(augmentation)
+        with_labels = isinstance(augmentation, labelled.LabelledAugmentation)
+        self._draw = labelled.draw if with_labels else stream.draw
+        self._views = (labelled if with_labels else graph).views(augmentation)
         self._graph = {"image_size": image_size, "batch_size": self._per_rank, "threads": threads}
         self._order = None, None  # epoch, its order
 
@@ -95,7 +97,7 @@ class Loader:
         planned = self._order[1][start : start + self._per_rank]
         sample = np.array([self._good(s, epoch) for s in planned.tolist()], np.int64)
         sizes = self.index.sizes[sample]
-        drawn = stream.draw(self.augmentation, sizes, sample, self.seed, epoch)
+        drawn = self._draw(self.augmentation, sizes, sample, self.seed, epoch)
         feeds = (feed for i, view in enumerate(self._views) for feed in graph.feeds(view, sizes, drawn, i))
         return _Plan(sample, tuple(feeds), drawn)
 
@@ -150,7 +152,7 @@ def evaluation_batches(
 class _Plan:
     sample: np.ndarray  # int64 [B]
     feeds: tuple  # the arrays for the graph, see graph.feeds
-    drawn: stream.Draw | None = None
+    drawn: stream.Draw | labelled.LabelledDraw | None = None
 
 
 def _decoded(index, plan, numbers, views, settings, device, found):

@@ -16,6 +16,7 @@ import functools
 import json
 import os
 import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -153,19 +154,21 @@ def _palette(rng, n):
     return 1 - strength * np.clip(np.abs((hue * 6 + np.array([0, 4, 2])) % 6 - 3) - 1, 0, 1)
 
 
-def draw(texture, silhouette, rng) -> Image.Image:
-    """One picture: objects of one texture and silhouette, everything else from ``rng``."""
-    width, height = (int(n) for n in rng.integers(88, 113, 2))
-    backdrop = Image.fromarray((_palette(rng, 12) * 60 + 80).astype(np.uint8).reshape(3, 4, 3))
-    canvas = np.asarray(backdrop.resize((width, height), Image.Resampling.BICUBIC), np.float32) / 255
+def backdrop(width: int, height: int, rng) -> np.ndarray:
+    """A soft background, float32 [H,W,3] in 0..1."""
+    picture = Image.fromarray((_palette(rng, 12) * 60 + 80).astype(np.uint8).reshape(3, 4, 3))
+    return np.asarray(picture.resize((width, height), Image.Resampling.BICUBIC), np.float32) / 255
 
-    # A jittered grid at a random offset: no part of the picture is without evidence, and no place is told from another.
-    pitch, reach = 34, 36  # pixels; no silhouette reaches further from its centre
-    cells = rng.permutation(np.stack(np.mgrid[0 : height // pitch + 2, 0 : width // pitch + 2], -1).reshape(-1, 2))
-    centre = (cells + rng.uniform(-0.25, 0.25, cells.shape) - rng.random(2)) * pitch
-    centre = centre[((centre > -reach) & (centre < np.array([height, width]) + reach)).all(1)]
+
+def objects(texture, silhouette, centre, radii: tuple[float, float], reach: int, rng):
+    """n objects of one texture and silhouette around ``centre`` [n,2] (y, x), with radii (those of the disc of the same
+    area) from a range, in pixels. No silhouette reaches further from its centre than ``reach``: 1.56 radii or more.
+
+    Returns the corners int [n,2] (y, x) of squares of 2 * reach pixels a side, the paint in them [n,side,side,3] in
+    0..1, and how far the object covers each pixel, [n,side,side,1] in 0..1.
+    """
     n = len(centre)
-    radius, period = rng.uniform(17, 23, (n, 1, 1)), rng.uniform(9.5, 12.5, (n, 1, 1))
+    radius, period = rng.uniform(*radii, (n, 1, 1)), rng.uniform(9.5, 12.5, (n, 1, 1))
     turn = rng.uniform(-0.4, 0.4, (n, 1, 1))  # radians
     light, dark = _palette(rng, n) * rng.uniform(0.7, 1, (n, 1)), _palette(rng, n) * rng.uniform(0.1, 0.45, (n, 1))
     swap = rng.permutation(n)[:, None] % 2 == 0
@@ -180,12 +183,30 @@ def draw(texture, silhouette, rng) -> Image.Image:
     outline = silhouette(along / radius, across / radius) * radius
     inked = np.clip(0.5 + 1.5 * texture(along * scale, across * scale), 0, 1)[..., None]
     paint = (ground + (ink - ground) * inked) * np.clip(-outline / 2, 0, 1)[..., None]  # darker towards the outline
-    cover = np.clip(0.5 - outline, 0, 1)[..., None]
-    canvas = np.pad(canvas, ((2 * reach, 2 * reach), (2 * reach, 2 * reach), (0, 0)))
-    for i, (y, x) in enumerate(origin + 2 * reach):
-        here = canvas[y : y + 2 * reach, x : x + 2 * reach]
+    return origin, paint, np.clip(0.5 - outline, 0, 1)[..., None]
+
+
+def paste(canvas: np.ndarray, origin, paint, cover) -> np.ndarray:
+    """``canvas`` [H,W,channels] with ``objects`` over it, the last uppermost."""
+    side = cover.shape[1]
+    canvas = np.pad(canvas, ((side, side), (side, side), (0, 0)))
+    for i, (y, x) in enumerate(origin + side):
+        here = canvas[y : y + side, x : x + side]
         here += cover[i] * (paint[i] - here)
-    picture = canvas[2 * reach : 2 * reach + height, 2 * reach : 2 * reach + width]
+    return canvas[side:-side, side:-side]
+
+
+def draw(texture, silhouette, rng) -> Image.Image:
+    """One picture: objects of one texture and silhouette, everything else from ``rng``."""
+    width, height = (int(n) for n in rng.integers(88, 113, 2))
+    canvas = backdrop(width, height, rng)
+
+    # A jittered grid at a random offset: no part of the picture is without evidence, and no place is told from another.
+    pitch, reach = 34, 36  # pixels
+    cells = rng.permutation(np.stack(np.mgrid[0 : height // pitch + 2, 0 : width // pitch + 2], -1).reshape(-1, 2))
+    centre = (cells + rng.uniform(-0.25, 0.25, cells.shape) - rng.random(2)) * pitch
+    centre = centre[((centre > -reach) & (centre < np.array([height, width]) + reach)).all(1)]
+    picture = paste(canvas, *objects(texture, silhouette, centre, (17, 23), reach, rng))
     return Image.fromarray((picture * 255).astype(np.uint8))
 
 
@@ -201,37 +222,48 @@ def _write(folder: Path, seed: int, split: int, label: int, count: int) -> None:
 def make_toy(root: Path, *, train: int = 4000, test: int = 1000, seed: int = 0) -> tuple[Path, Path]:
     """Folders of training and test images below ``root``, one folder per class; drawn if they are not there yet.
 
-    ``train`` and ``test`` count images over all classes. The set appears under its name only when complete, so a
-    killed run leaves nothing to mistake for one, and processes calling at once wait for the first.
+    ``train`` and ``test`` count images over all classes.
     """
     root = Path(root)
     if min(train, test) < len(CLASSES) or train % len(CLASSES) or test % len(CLASSES):
         raise ValueError(f"train={train}, test={test}: both must be positive multiples of {len(CLASSES)}, the classes")
-    manifest = json.dumps({"version": _VERSION, "train": train, "test": test, "seed": seed})
-    splits = root / "train", root / "test"
+
+    def write(folder: Path) -> None:
+        # Threads suffice: numpy and the JPEG encoder hold no interpreter lock over arrays of this size.
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            jobs = [
+                pool.submit(_write, folder / split / name, seed, number, label, count // len(CLASSES))
+                for number, (split, count) in enumerate((("train", train), ("test", test)))
+                for label, name in enumerate(CLASSES)
+            ]
+            for job in jobs:
+                job.result()
+
+    write_once(root, {"version": _VERSION, "train": train, "test": test, "seed": seed}, write)
+    return root / "train", root / "test"
+
+
+def write_once(root: Path, manifest: dict, write: Callable[[Path], None]) -> None:
+    """Has ``write`` fill a folder that becomes ``root``, unless that holds a set of the same ``manifest`` already.
+
+    The set appears under its name only when complete, so a killed run leaves nothing to mistake for one, and processes
+    calling at once wait for the first. FileExistsError where ``root`` is something else.
+    """
+    manifest = json.dumps(manifest)
     root.parent.mkdir(parents=True, exist_ok=True)
     with open(root.with_name(f".{root.name}.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released by the system, whichever way this process ends
         if (root / _MANIFEST).exists() and (root / _MANIFEST).read_text() == manifest:
-            return splits
+            return
         if root.exists() and not (root / _MANIFEST).exists():
             raise FileExistsError(f"{root} exists and is not a toy dataset: remove it or choose another folder")
 
         unfinished, outdated = root.with_name(f".{root.name}.new"), root.with_name(f".{root.name}.old")
         for folder in (unfinished, outdated):
             shutil.rmtree(folder, ignore_errors=True)
-        # Threads suffice: numpy and the JPEG encoder hold no interpreter lock over arrays of this size.
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            jobs = [
-                pool.submit(_write, unfinished / split.name / name, seed, number, label, count // len(CLASSES))
-                for number, (split, count) in enumerate(zip(splits, (train, test), strict=True))
-                for label, name in enumerate(CLASSES)
-            ]
-            for job in jobs:
-                job.result()
+        write(unfinished)
         (unfinished / _MANIFEST).write_text(manifest)
         if root.exists():
             root.rename(outdated)
         unfinished.rename(root)
         shutil.rmtree(outdated, ignore_errors=True)
-    return splits

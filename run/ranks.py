@@ -70,10 +70,16 @@ class Ranks:
             raise outcome[1]
         return outcome[0]
 
-    def mean(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Mean over the ranks."""
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks, in place."""
         if self.count > 1:
             dist.all_reduce(tensor)
+        return tensor
+
+    def mean(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Mean over the ranks, in place."""
+        self.sum(tensor)
+        if self.count > 1:
             tensor /= self.count
         return tensor
 
@@ -85,7 +91,8 @@ class Ranks:
         dist.all_gather_object(values, value)
         return values
 
-    def leave(self) -> None:
+    @staticmethod
+    def leave() -> None:
         """Parts from the other ranks; each goes on alone."""
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""What a pretraining run consists of: one frozen dataclass, and the recipes as sets of its defaults.
+"""What a run consists of: one frozen dataclass; and the recipes of pretraining as sets of its defaults.
 
 Sources: text and appendix tables of APS (arXiv 2306.02854); where they are silent, MoCo v3 (arXiv 2104.02057).
 """
@@ -7,30 +7,25 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pipeline.stream import Augmentation
 
 
 @dataclass(frozen=True)
-class Config:
-    """Pretrain a Vision Transformer on a folder of images.
+class RunConfig:
+    """What pretraining and fine-tuning have in common."""
 
-    A recipe gives every other option its default; `--recipe NAME --help` shows the defaults of that recipe.
-    """
-
-    recipe: Literal["toy", "cifar-vit-t", "cifar-vit-s", "cifar-vit-b", "imagenet-vit-s", "imagenet-vit-b"] = "toy"
-    """Where the defaults of all other options come from."""
     data: Path | None = None
     """Training images: a folder (one subfolder a class, or flat), a list of paths and labels, or tar shards. Default: a
     generated dataset."""
     eval_data: Path | None = None
-    """Labelled images with the same classes, for the k-NN accuracy at the end."""
+    """Labelled images with the same classes, to measure accuracy on."""
     output: Path = Path("runs/pretrain")
-    """Folder for checkpoints, metrics and the encoder; a run that is found there is continued."""
+    """Folder for checkpoints, metrics and the result; a run that is found there is continued."""
 
     epochs: float = 3
-    """Passes over the images. Each loaded image gives GROUPS optimizer steps."""
+    """Passes over the images."""
     max_steps: int | None = None
     """Stop after so many optimizer steps, with the schedules of the full run. Default: all of them."""
     batch_size: int = 64
@@ -43,12 +38,12 @@ class Config:
     threads: int = 0
     """Threads of the input path per rank; 0 divides the cores among the ranks of this machine."""
     seed: int = 0
-    """Any 64-bit integer: initial weights, order, augmentation and patches follow from it."""
+    """Any 64-bit integer: all random choices follow from it."""
     resume: Literal["auto", "never", "changed"] = "auto"
     """auto: continue a run found in the output folder. never: refuse a folder that holds one. changed: continue it also
     where the images are not the same any more: without those that are gone or changed, and without new ones."""
     max_bad: float = 0.05
-    """Share of the files that may be unusable (20 files, if that is more) before a run stops."""
+    """Share of the files that may be unusable (20 files, if that is more; with 0 none) before a run stops."""
     checkpoint_every: int = 500
     """Optimizer steps between checkpoints."""
     keep_last: int = 3
@@ -57,6 +52,60 @@ class Config:
     """Checkpoints whose step is a multiple of this are kept for good; 0: none."""
     log_every: int = 20
     """Optimizer steps between log lines."""
+
+    lr: float = 1e-3
+    """Peak learning rate of AdamW, as it is: not scaled with the batch size."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Averaging coefficients of AdamW."""
+    weight_decay: float = 0.05
+    """Of AdamW."""
+    warmup_epochs: float = 0.2
+    """Epochs of linear warm-up, before the cosine to zero."""
+
+    # Nothing that the trained weights depend on, but for rounding: a run may be continued with other values of these.
+    # (That the images are the same is held by their fingerprint, wherever they lie.)
+    FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (
+        "data", "eval_data", "output", "max_steps", "device", "precision", "threads", "resume", "max_bad",
+        "checkpoint_every", "keep_last", "keep_every", "log_every",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        for name in ("data", "eval_data", "output"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, getattr(self, name).expanduser())
+        for name in ("epochs", "batch_size", "checkpoint_every", "keep_last", "log_every"):
+            check(getattr(self, name) > 0, self, name, "more than 0")
+        for name in ("threads", "keep_every", "lr", "weight_decay", "warmup_epochs"):
+            check(getattr(self, name) >= 0, self, name, "0 or more")
+        check(self.max_steps is None or self.max_steps > 0, self, "max_steps", "more than 0")
+        check(self.threads <= 1024, self, "threads", "at most 1024")
+        check(0 <= self.max_bad <= 1, self, "max_bad", "a share from 0 to 1")
+        check(-(2**63) <= self.seed < 2**63, self, "seed", "a 64-bit integer")
+        check(min(self.betas) >= 0 and max(self.betas) < 1, self, "betas", "two numbers from 0 up to, not including, 1")
+        check(self.eval_data is None or self.data is not None, self, "eval_data", "--data beside it")
+        for name in ("epochs", "warmup_epochs", "lr", "weight_decay"):
+            check(math.isfinite(getattr(self, name)), self, name, "a finite number")
+
+
+@dataclass(frozen=True)
+class Config(RunConfig):
+    """Pretrain a Vision Transformer on a folder of images.
+
+    A recipe gives every other option its default; `--recipe NAME --help` shows the defaults of that recipe.
+    """
+
+    recipe: Literal["toy", "cifar-vit-t", "cifar-vit-s", "cifar-vit-b", "imagenet-vit-s", "imagenet-vit-b"] = "toy"
+    """Where the defaults of all other options come from."""
+    eval_data: Path | None = None
+    """Labelled images with the same classes, for the k-NN accuracy at the end."""
+    epochs: float = 3
+    """Passes over the images. Each loaded image gives GROUPS optimizer steps."""
+    seed: int = 0
+    """Any 64-bit integer: initial weights, order, augmentation and patches follow from it."""
+    # No exceptions: the code releases of MoCo v3 (main_moco.py) and of APS (main_pretrain.py) give AdamW all parameters
+    # as one group, and a constant. Frozen parameters never get a gradient, and so no decay, there as here.
+    weight_decay: float = 0.05
+    """Of AdamW, constant, on every trained parameter: biases, norms, class token and position embeddings too."""
     knn_images: int = 0
     """Labelled images of the training set, and a quarter as many for evaluation, in the k-NN accuracy at the end;
     0 takes all of them on a GPU and 2,000 + 500 on a CPU."""
@@ -102,16 +151,6 @@ class Config:
     power: float = 3.0
     """Exponent gamma of the selective sampling: 0 uniform, larger avoids the patches of the other view more (Eq. 4)."""
 
-    lr: float = 1e-3
-    """Peak learning rate of AdamW, as it is: not scaled with the batch size."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Averaging coefficients of AdamW."""
-    # No exceptions: the code releases of MoCo v3 (main_moco.py) and of APS (main_pretrain.py) give AdamW all parameters
-    # as one group, and a constant. Frozen parameters never get a gradient, and so no decay, there as here.
-    weight_decay: float = 0.05
-    """Of AdamW, constant, on every trained parameter: biases, norms, class token and position embeddings too."""
-    warmup_epochs: float = 0.2
-    """Epochs of linear warm-up, before the cosine to zero."""
     temperature: float = 0.1
     """tau of the contrastive loss."""
     ema: float | None = None
@@ -125,51 +164,35 @@ class Config:
 
     augmentation: Augmentation = field(default_factory=Augmentation)
 
+    FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (
+        *RunConfig.FREE_ON_RESUME, "knn_images", "knn_every", "fsdp", "grad_checkpointing",
+        "compress_gradients",
+    )  # fmt: skip
+
     def __post_init__(self) -> None:
-        for name in ("data", "eval_data", "output"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, getattr(self, name).expanduser())
-        for name in ("epochs", "batch_size", "checkpoint_every", "keep_last", "log_every", "image_size", "groups"):
-            _check(getattr(self, name) > 0, self, name, "more than 0")
-        for name in ("head_hidden", "head_out", "projector_layers", "predictor_layers", "temperature", "clip_alpha"):
-            _check(getattr(self, name) > 0, self, name, "more than 0")
-        for name in ("threads", "keep_every", "knn_images", "patch_size", "depth"):
-            _check(getattr(self, name) >= 0, self, name, "0 or more")
-        for name in ("power", "lr", "weight_decay", "warmup_epochs", "knn_every"):
-            _check(getattr(self, name) >= 0, self, name, "0 or more")
-        _check(
+        super().__post_init__()
+        for name in ("image_size", "groups", "head_hidden", "head_out", "projector_layers", "predictor_layers"):
+            check(getattr(self, name) > 0, self, name, "more than 0")
+        for name in ("temperature", "clip_alpha"):
+            check(0 < getattr(self, name) < math.inf, self, name, "a finite number above 0")
+        for name in ("knn_images", "patch_size", "depth", "power", "knn_every"):
+            check(getattr(self, name) >= 0, self, name, "0 or more")
+        check(
             self.batch_size >= 2, self, "batch_size", "2 or more: a contrastive loss needs something to contrast with"
         )
-        _check(self.max_steps is None or self.max_steps > 0, self, "max_steps", "more than 0")
-        _check(self.threads <= 1024, self, "threads", "at most 1024")
-        _check(0 <= self.max_bad <= 1, self, "max_bad", "a share from 0 to 1")
-        _check(0 < self.keep_ratio <= 1, self, "keep_ratio", "a share above 0 and up to 1")
-        _check(0 <= self.clip_momentum < 1, self, "clip_momentum", "0 up to, not including, 1")
-        _check(self.ema is None or 0 <= self.ema <= 1, self, "ema", "a coefficient from 0 to 1, or None")
-        _check(not (self.fsdp and self.compress_gradients), self, "compress_gradients", "not with --fsdp")
-        _check(-(2**63) <= self.seed < 2**63, self, "seed", "a 64-bit integer")
-        _check(min(self.std) > 0 and max(self.std) < math.inf, self, "std", "three numbers above 0")
-        _check(all(map(math.isfinite, self.mean)), self, "mean", "three numbers")
-        _check(
-            min(self.betas) >= 0 and max(self.betas) < 1, self, "betas", "two numbers from 0 up to, not including, 1"
-        )
-        _check(self.eval_data is None or self.data is not None, self, "eval_data", "--data beside it")
-        for name in ("epochs", "warmup_epochs", "lr", "weight_decay", "temperature", "clip_alpha"):
-            _check(math.isfinite(getattr(self, name)), self, name, "a finite number")
+        check(0 < self.keep_ratio <= 1, self, "keep_ratio", "a share above 0 and up to 1")
+        check(0 <= self.clip_momentum < 1, self, "clip_momentum", "0 up to, not including, 1")
+        check(self.ema is None or 0 <= self.ema <= 1, self, "ema", "a coefficient from 0 to 1, or None")
+        check(not (self.fsdp and self.compress_gradients), self, "compress_gradients", "not with --fsdp")
+        check(min(self.std) > 0 and max(self.std) < math.inf, self, "std", "three numbers above 0")
+        check(all(map(math.isfinite, self.mean)), self, "mean", "three numbers")
 
 
-def _check(right: bool, config: Config, name: str, expected: str) -> None:
+def check(right: bool, config: RunConfig, name: str, expected: str) -> None:
+    """ValueError, with the option's name and value, unless it is ``right``."""
     if not right:
         raise ValueError(f"--{name.replace('_', '-')} {getattr(config, name)}: expected {expected}")
 
-
-# Nothing that the trained weights depend on, but for rounding: a run may be continued with other values of these. (That
-# the images are the same is held by their fingerprint, wherever they lie.)
-FREE_ON_RESUME = (
-    "data", "eval_data", "output", "max_steps", "device", "precision", "threads", "resume", "max_bad",
-    "checkpoint_every", "keep_last", "keep_every", "log_every", "knn_images", "knn_every", "fsdp", "grad_checkpointing",
-    "compress_gradients",
-)  # fmt: skip
 
 # Where the sources differ: the learning rate is that of APS's table for all three CIFAR models (its code gives 2e-3 to
 # ViT-T/2); ViT-S has 6 attention heads of 64, as in timm and in the code of APS, not 12 of 32 as in that of MoCo v3;
@@ -201,7 +224,7 @@ RECIPES: dict[str, Config] = {
 RECIPES = {name: dataclasses.replace(config, recipe=name) for name, config in RECIPES.items()}
 
 
-def learning_rate(config: Config, epoch: float) -> float:
+def learning_rate(config: RunConfig, epoch: float) -> float:
     """Linear warm-up, then half a cosine to zero; ``epoch`` counts passes over the data, fractions included."""
     if epoch < config.warmup_epochs:
         return config.lr * epoch / config.warmup_epochs

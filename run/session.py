@@ -3,10 +3,12 @@
 import dataclasses
 import fcntl
 import json
+import os
 import platform
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import timm
 import torch
 from timm.models.vision_transformer import VisionTransformer
@@ -20,7 +22,7 @@ from pipeline.toy import make_toy
 
 from . import checkpoint
 from .ranks import Ranks
-from .recipes import FREE_ON_RESUME, Config
+from .recipes import Config, RunConfig
 
 # The embedded dataset: generated once, then shared by all runs of a checkout.
 TOY = Path(__file__).resolve().parent.parent / "runs" / "toy-data"
@@ -28,8 +30,9 @@ KEPT = "run.npz"  # in the folder index: the index that the run was begun with
 CHANGED = "not the file that it was"
 OURS = (  # beside config.json
     "checkpoints", "metrics.jsonl", "rejected.jsonl", "skipped.json", "encoder.safetensors", "encoder.json",
+    "model.safetensors", "model.json",
 )  # fmt: skip
-_locks: dict[Path, Any] = {}  # open files that are locked as long as this process lives
+_locks: dict[Path, int] = {}  # descriptors of files that are locked as long as this process lives
 
 
 def encoder_arguments(config: Config) -> dict[str, int]:
@@ -66,9 +69,13 @@ def plan_patches(config: Config) -> tuple[int, tuple[int, int], int]:
     return patch, grid, keep
 
 
-def open_data(config: Config, ranks: Ranks) -> tuple[Index, dict[int, str], Index | None]:
+def open_data(config: RunConfig, ranks: Ranks, *, labelled: bool = False) -> tuple[Index, dict[int, str], Index | None]:
     """Index of the training images, its samples that are known to be bad, and, where given, the index of the evaluation
-    images; the same on all ranks. ValueError if more than ``max_bad`` of the files are no images."""
+    images; the same on all ranks. ValueError if more than ``max_bad`` of the files are no images.
+
+    ``labelled``: training needs the classes, so they have to be the same in both, by name, and an image without one is
+    a bad one.
+    """
 
     def scan() -> tuple[Index, dict[int, str], Index | None]:
         if config.output.exists() and not config.output.is_dir():
@@ -85,6 +92,12 @@ def open_data(config: Config, ranks: Ranks) -> tuple[Index, dict[int, str], Inde
             lost = set(changes["gone"] + changes["changed"])
             bad = {i: CHANGED for i, path in enumerate(kept.paths) if path in lost}
             index = kept
+        if labelled:
+            if not index.classes:
+                raise ValueError(
+                    f"--data {training} has no labels; expected images in class folders, or a labelled list"
+                )
+            bad |= {int(i): "has no label" for i in np.flatnonzero(index.labels < 0) if i not in bad}
         _check_share(config, training, index, bad)
         if evaluation is None:
             return index, bad, None
@@ -93,12 +106,18 @@ def open_data(config: Config, ranks: Ranks) -> tuple[Index, dict[int, str], Inde
         if unknown or not tests.classes:
             got = f"classes that are not in {training}: {', '.join(unknown[:5])}" if unknown else "no labels"
             raise ValueError(f"--eval-data {evaluation} has {got}; expected images labelled with the classes there")
+        missing = sorted(set(index.classes) - set(tests.classes))
+        if labelled and missing:
+            raise ValueError(
+                f"--eval-data {evaluation} lacks {len(missing)} of the {len(index.classes)} classes of {training}: "
+                f"{', '.join(missing[:5])}; expected all of them, by the same names"
+            )
         return index, bad, tests
 
     return ranks.on_first(scan)
 
 
-def _check_share(config: Config, data: Path, index: Index, bad: dict[int, str]) -> None:
+def _check_share(config: RunConfig, data: Path, index: Index, bad: dict[int, str]) -> None:
     reasons = _reasons(index, bad)
     files = len(index) + len(index.rejected)
     limit = bad_limit(files, config.max_bad)
@@ -110,7 +129,7 @@ def _check_share(config: Config, data: Path, index: Index, bad: dict[int, str]) 
         )
 
 
-def open_output(config: Config, index: Index, ranks: Ranks) -> tuple[dict[str, Any] | None, list[str]]:
+def open_output(config: RunConfig, index: Index, ranks: Ranks) -> tuple[dict[str, Any] | None, list[str]]:
     """Makes the output folder, or finds a run in it: the state to go on from, or None; and what to tell the user.
 
     ValueError if the folder holds a run of another config or other data, or any run under ``resume="never"``.
@@ -126,7 +145,7 @@ def open_output(config: Config, index: Index, ranks: Ranks) -> tuple[dict[str, A
                 "expected another folder, or its removal"
             )
         (config.output / "checkpoints").mkdir(parents=True, exist_ok=True)
-        _lock(config.output)
+        lock(config.output)
         if not new:
             _check_same_run(path, described, config, index)
         kept = config.output / "index" / KEPT
@@ -144,19 +163,19 @@ def _is_there(path: Path) -> bool:
     return any(path.iterdir()) if path.is_dir() else path.exists()
 
 
-def _lock(output: Path) -> None:
+def lock(output: Path) -> None:
     """Keeps other processes from running into the same folder; ValueError where one does already."""
     if output not in _locks:
-        file = (output / "lock").open("w")
+        file = os.open(output / "lock", os.O_WRONLY | os.O_CREAT, 0o644)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            file.close()
+            os.close(file)
             raise ValueError(f"--output {output} is in use by another process; expected another folder") from None
         _locks[output] = file
 
 
-def save(saver: checkpoint.Saver, config: Config, loader: Loader, ranks: Ranks, step: int, training, report) -> None:
+def save(saver: checkpoint.Saver, config: RunConfig, loader: Loader, ranks: Ranks, step: int, training, report) -> None:
     """Saves everything that step ``step`` + 1 depends on. Called by all ranks; rank 0 writes, in the background."""
     for bad in ranks.gather(loader.bad):
         loader.bad.update(bad)  # what one rank found costs no other rank time
@@ -175,16 +194,17 @@ def restore(state: dict[str, Any], loader: Loader, training, report) -> None:
     loader.bad.update({sample: reason for sample, reason in state["bad"].items() if reason != CHANGED})
 
 
-def write_skipped(config: Config, loader: Loader, ranks: Ranks, step: int) -> Path:
-    """``skipped.json``: the seed, and the images of the batches from the last log line to ``step``. For all ranks."""
-    first, last = max(0, step - config.log_every) // config.groups, (step - 1) // config.groups
+def write_skipped(config: RunConfig, loader: Loader, ranks: Ranks, step: int, *, groups: int = 1) -> Path:
+    """``skipped.json``: the seed, and the images of the batches from the last log line to ``step``. For all ranks.
+    ``groups``: steps that each batch is good for."""
+    first, last = max(0, step - config.log_every) // groups, (step - 1) // groups
     paths = loader.index.paths
     mine = {number: [paths[s] for s in loader.samples(number)] for number in range(first, last + 1)}
     parts = ranks.gather(mine)
     batches = [
         {
             "batch": number,
-            "first_step": number * config.groups + 1,
+            "first_step": number * groups + 1,
             "images": [path for part in parts for path in part[number]],
         }
         for number in parts[0]
@@ -218,7 +238,7 @@ def summarise_rejected(index: Index, bad: dict[int, str], output: Path) -> str:
     return f"left out {len(reasons):,} of {files:,} files ({output / 'rejected.jsonl'}): {shown}{more}"
 
 
-def _describe(config: Config, index: Index) -> dict[str, Any]:
+def _describe(config: RunConfig, index: Index) -> dict[str, Any]:
     """The content of ``config.json``."""
     import nvidia.dali  # here, so that what needs no DALI can do without
 
@@ -234,7 +254,7 @@ def _describe(config: Config, index: Index) -> dict[str, Any]:
     }
 
 
-def _check_same_run(path: Path, now: dict[str, Any], config: Config, index: Index) -> None:
+def _check_same_run(path: Path, now: dict[str, Any], config: RunConfig, index: Index) -> None:
     output = config.output
     try:
         stored = json.loads(path.read_text())
@@ -251,7 +271,7 @@ def _check_same_run(path: Path, now: dict[str, Any], config: Config, index: Inde
     changed = [
         f"{name} {there.get(name)} there and {value} now"
         for name, value in now["config"].items()
-        if name not in FREE_ON_RESUME and there.get(name) != value
+        if name not in config.FREE_ON_RESUME and there.get(name) != value
     ]
     if changed:
         raise ValueError(

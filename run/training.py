@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from kernels import gather_patches, sample_views
-from model import AdaptiveClip, FlatParameters, KeyNetwork, QueryNetwork, clip_units, contrastive_loss, encode
+from model import AdaptiveClip, FlatParameters, KeyNetwork, QueryNetwork, clip_units, contrastive_loss
 from pipeline import Batch
 
-from .recipes import Config, learning_rate, momentum_coefficient
+from .recipes import Config, RunConfig, learning_rate, momentum_coefficient
 from .session import new_encoder, plan_patches
 
 FIGURES = "loss", "similarity", "feature_std"  # what a step returns
@@ -32,9 +32,7 @@ class Training:
         self.config, self.device = config, device
         self.patch, self.grid, self.keep = plan_patches(config)
         self.on_gpu = device.type == "cuda"
-        self.half = self.on_gpu or torch.cpu._is_amx_tile_supported()
-        if config.precision != "auto":
-            self.half = config.precision == "bfloat16"
+        self.half = in_half(config, device)
         self.network = QueryNetwork(
             new_encoder(config), hidden=config.head_hidden, out=config.head_out, seed=config.seed,
             projector_layers=config.projector_layers, predictor_layers=config.predictor_layers,
@@ -64,14 +62,11 @@ class Training:
             )
         # What a step calls; the networks themselves are what is saved and exported.
         self.query, self.key = self.network, self.key_network
-        if compiled and ranks == 1:
-            self.query = torch.compile(self.network, dynamic=False)
-            self.key = self.key_network and torch.compile(self.key_network, dynamic=False)
-        elif compiled and not sharded:  # the heads talk to other ranks
-            for network in filter(None, (self.network, self.key_network)):
-                network.encode = torch.compile(encode, dynamic=False)
+        if compiled and not sharded:  # batch normalisation over the ranks included
+            self.query = torch.compile(self.network, dynamic=False, fullgraph=True)
+            self.key = self.key_network and torch.compile(self.key_network, dynamic=False, fullgraph=True)
         if ranks > 1 and not sharded:
-            self.query = DistributedDataParallel(self.network, gradient_as_bucket_view=True, static_graph=True)
+            self.query = DistributedDataParallel(self.query, gradient_as_bucket_view=True, static_graph=True)
             if config.compress_gradients:
                 self.query.register_comm_hook(None, bf16_compress_hook)
 
@@ -162,6 +157,13 @@ class Training:
 
     def _own(self, tensor: Tensor) -> Tensor:
         return self.flat.own(tensor) if tensor.shape == (self.flat.whole_size,) else tensor
+
+
+def in_half(config: RunConfig, device: torch.device) -> bool:
+    """Whether products and activations are bfloat16, not float32."""
+    if config.precision == "auto":
+        return device.type == "cuda" or torch.cpu._is_amx_tile_supported()
+    return config.precision == "bfloat16"
 
 
 def flop_per_pair(network: QueryNetwork, keep: int, *, momentum: bool) -> float:

@@ -17,7 +17,7 @@ from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 
 import kernels
-from bench import curves, roofline
+from bench import curves, roofline, scaling
 from bench.attention import attention_maps, index_of, nearest
 from bench.attention import main as attention
 from bench.compile import compiled_rows
@@ -202,6 +202,18 @@ def test_attention_sheet(undisturbed, photos, tmp_path, capsys):
         assert sheet.width > 1500 and len(sheet.getcolors(10**7)) > 1000
     assert attention([*map(str, [undisturbed[0], bank / "a" / "cut.jpg", ROOT / "README.md"])]) == 2
     assert re.search(r"bench attention: expected images, got .*README.md: ", capsys.readouterr().err)
+
+
+def test_scaling_starts_from_what_was_measured():
+    config, how = RECIPES["imagenet-vit-s"], {"step_seconds": 0.0356, "compress": False}
+    one, node, nodes = (scaling.predict(config, 43_000_000, gpus=n, images=512, **how) for n in (1, 8, 64))
+    assert one["step_ms"] == pytest.approx(35.6) and one["efficiency"] == pytest.approx(1)
+    assert 1 > node["efficiency"] > nodes["efficiency"] > 0.5
+    ring = node["gradients_ms"] / 1e3 * scaling.WITHIN  # bytes that a GPU sends: all but one of eight parts, twice
+    assert ring == pytest.approx(2 * 7 / 8 * 4 * 43_000_000)
+    half = scaling.predict(config, 43_000_000, gpus=64, images=512, **how | {"compress": True})
+    assert half["gradients_ms"] == pytest.approx(nodes["gradients_ms"] / 2)
+    assert node["node_images_per_second"] * 4 == pytest.approx(node["pairs_per_second"])
 
 
 STEP = dataclasses.replace(

@@ -14,8 +14,10 @@ def test_importing_does_nothing():
     code = (
         "import sys, threading, torch; state = torch.random.get_rng_state();"
         "import kernels, pipeline, model, run.session, run.knn, run.pretrained, run.progress, train;"
+        "import pipeline.coco, pipeline.scenes, model.detector, run.coco, run.detection, detect;"
         "assert torch.equal(state, torch.random.get_rng_state());"
-        "assert not torch.cuda.is_initialized() and threading.active_count() == 1 and 'tyro' not in sys.modules"
+        "assert not torch.cuda.is_initialized() and threading.active_count() == 1;"
+        "assert not {'tyro', 'pycocotools'} & set(sys.modules)"
     )
     done = run_program("-W", "error::UserWarning", "-c", code)
     assert done.stdout == done.stderr == ""
@@ -29,5 +31,5 @@ def test_imports_point_one_way(package):
         for line in path.read_text().splitlines()
         if line.startswith(("import ", "from ")) and not line.startswith("from .")
     ]
-    ours = {name for name in lines if name in {*IMPORTS_OF, "train", "bench", "tests"}}
+    ours = {name for name in lines if name in {*IMPORTS_OF, "train", "detect", "bench", "tests"}}
     assert ours <= {package, *IMPORTS_OF[package]}

@@ -10,7 +10,7 @@ from conftest import ROOT, SMALL
 import run.training
 import train as program
 from pipeline import Augmentation
-from run.recipes import FREE_ON_RESUME, RECIPES, Config, learning_rate, momentum_coefficient
+from run.recipes import RECIPES, Config, learning_rate, momentum_coefficient
 from run.session import encoder_arguments, plan_patches
 
 # Every constant of the recipes for ImageNet and for CIFAR, and whose it is. APS: text and appendix tables of arXiv
@@ -89,7 +89,7 @@ def test_every_field_has_its_source():
     assert not fields(Config) & fields(Augmentation)
     assert fields(Config) - {"augmentation", "model"} | fields(Augmentation) == TABLE.keys() | OURS
     assert not TABLE.keys() & OURS
-    assert OURS - {"recipe", "seed"} == set(FREE_ON_RESUME)
+    assert OURS - {"recipe", "seed"} == set(Config.FREE_ON_RESUME)
 
 
 def test_recipes_hold_the_constants_of_their_sources():

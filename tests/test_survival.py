@@ -57,6 +57,31 @@ def test_a_signal_saves_and_the_same_command_goes_on(undisturbed, photos, tmp_pa
     assert one == other
 
 
+def test_a_signal_after_the_last_step_is_one_line(undisturbed, photos, tmp_path):
+    """As soon as the program runs: all steps are done, so there is nothing to finish or to save."""
+    shutil.copytree(undisturbed[0], tmp_path / "run")
+    command = [
+        sys.executable,
+        "train.py",
+        *SMALL,
+        "--data",
+        photos,
+        "--output",
+        tmp_path / "run",
+        "--eval-data",
+        photos,
+    ]
+    running = subprocess.Popen(
+        [*map(str, command), *MORE], cwd=ROOT, env=os.environ | ONE_THREAD, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert "all 32 steps are done" in running.stdout.readline()
+    running.terminate()
+    said, errors = running.communicate(timeout=60)
+    assert running.returncode == STOPPED and "Traceback" not in errors
+    assert "goes on from" in said + errors
+
+
 def test_a_second_signal_ends_at_once():
     code = (
         "import time, torch\nfrom run.ranks import Ranks\nfrom run.signals import StopRequest\n"

@@ -305,8 +305,9 @@ def test_two_ranks_take_the_step_of_one_process(tmp_path):
             assert (first[2][key][name] - state[name]).norm() <= 1e-4 * state[name].norm()
 
 
-def test_gradients_of_checkpointed_blocks_and_in_bfloat16(tmp_path):
-    """Computing activations again changes nothing; gradients exchanged in bfloat16 are rounded to 8 bits, no more."""
+def test_gradients_of_ranks_that_compile_compute_again_or_compress(tmp_path):
+    """Computing activations again changes nothing, compiling little (and BN over the ranks stays in the graph);
+    gradients exchanged in bfloat16 are rounded to 8 bits, no more."""
     on_ranks(
         2,
         """
@@ -315,12 +316,14 @@ def test_gradients_of_checkpointed_blocks_and_in_bfloat16(tmp_path):
         loaded = batch()
         mine = tuple(crops[2 * rank : 2 * rank + 2] for crops in loaded.views)
         found = []
-        for more in ({}, {"grad_checkpointing": True}, {"compress_gradients": True}):
-            training = Training(dataclasses.replace(CONFIG, depth=2, **more), CPU, ranks=2)
+        for more in ({}, {"grad_checkpointing": True}, {"compress_gradients": True}, None):
+            config = dataclasses.replace(CONFIG, **more or {})
+            training = Training(config, CPU, ranks=2, compiled=more is None)
             training.step(mine, training.sample(loaded, 0)[:, 2 * rank : 2 * rank + 2, :, 0], 0.5)
             found.append(training.optimizer.state_dict()["state"][0]["exp_avg"])
-        exact, again, rounded = found
+        exact, again, rounded, compiled = found
         assert torch.equal(exact, again)
+        assert (compiled - exact).norm() < 1e-4 * exact.norm()
         difference = (rounded - exact).norm() / exact.norm()
         assert 1e-4 < difference < 2**-8, difference
         """,

@@ -1,0 +1,101 @@
+"""What several GPUs should give, from what one gave: a model on paper, every assumption of which stands here.
+
+For W ranks with b images each (``--gpus``, ``--images-per-gpu``), the time of an optimizer step is the sum of
+
+- compute: the measured step of one GPU, of which the update (clip, AdamW, momentum encoder: ``UPDATE_BYTES`` a
+  parameter through memory) does not depend on b and the rest is proportional to it. Launches are not modelled, so for
+  few images a GPU this is too good;
+- gradients: a ring all-reduce of all trainable parameters, 2 (W - 1) / W times 4 bytes each (2 with
+  --compress-gradients), none of it hidden behind the backward pass, which is one compiled graph;
+- batch normalisation: ``LATENCY`` for each sum over the ranks (every layer of the heads, each view, forward and
+  backward; of the keys forward);
+- keys: an all-gather of 2 b E float32; and the loss: ``LOSS_PASSES`` passes through the [2, b, W b] similarities.
+
+Links: ``WITHIN`` a node of 8 GPUs by NVLink, ``BETWEEN`` nodes by one 400 Gb/s adapter a GPU; both are data sheet
+figures at 80 %. R groups being made of each image, a node has to decode 8 b / R images a step.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+from bench import environment
+from run.recipes import RECIPES, Config
+from run.training import Training
+
+MEASURED = environment.ROOT / "bench/results/NVIDIA-H100-80GB-HBM3-2026-11-28/step_variants.json"
+ROWS = {  # the row of that file, and the recipe that it measured at MEASURED_BATCH
+    "imagenet-vit-s": "ViT-S, networks compiled, bfloat16 residual stream, kernels.attention",
+    "imagenet-vit-b": "ViT-B, networks compiled, bfloat16 residual stream, kernels.attention",
+}
+MEASURED_BATCH = 512
+DECODED = 15_348  # images/s of one H100 with 6 cores (input_6_cores.json there)
+FILE_BYTES = 111_847  # of an ImageNet JPEG, mean (there)
+IMAGES = 1_281_167  # of ImageNet's training set
+
+PER_NODE = 8
+MEMORY = 3.0e12  # bytes/s, copy, measured
+UPDATE_BYTES = 76  # a parameter: gradient collected 8, norms 8, clip 20, AdamW 28, momentum encoder 12
+WITHIN, BETWEEN = 0.8 * 450e9, 0.8 * 50e9  # bytes/s and GPU and direction
+LATENCY = {1: 20e-6, 2: 40e-6}  # seconds of a small all-reduce within a node, and between nodes
+LOSS_PASSES = 8
+
+
+def predict(config: Config, parameters: int, *, step_seconds: float, gpus: int, images: int, compress: bool) -> dict:
+    """Seconds of a step by part, and what follows; ``step_seconds``: of one GPU with ``MEASURED_BATCH`` images."""
+    link, ring = WITHIN if gpus <= PER_NODE else BETWEEN, (gpus - 1) / gpus
+    layers = config.projector_layers + config.predictor_layers
+    sums = 2 * (2 * layers + (config.projector_layers if config.ema is not None else 0)) * (gpus > 1)
+    update = UPDATE_BYTES * parameters / MEMORY
+    parts = {
+        "compute": update + (step_seconds - update) * images / MEASURED_BATCH,
+        "gradients": 2 * ring * parameters * (2 if compress else 4) / link,
+        "batch_norm": sums * LATENCY[1 if gpus <= PER_NODE else 2],
+        "keys": 2 * images * config.head_out * 4 * (gpus - 1) / link,
+        "loss": LOSS_PASSES * 2 * images * (gpus - 1) * images * 4 / MEMORY,
+    }
+    seconds = sum(parts.values())
+    pairs = images * gpus / seconds
+    decoded = pairs / config.groups / gpus
+    return {
+        "gpus": gpus, "images_per_gpu": images, **{f"{name}_ms": 1e3 * part for name, part in parts.items()},
+        "step_ms": 1e3 * seconds, "pairs_per_second": pairs,
+        "efficiency": pairs / gpus * step_seconds / MEASURED_BATCH,
+        "node_images_per_second": decoded * min(gpus, PER_NODE),
+        "node_gb_per_second": decoded * min(gpus, PER_NODE) * FILE_BYTES / 1e9,
+        "decoder_share": decoded / DECODED,
+        "epoch_seconds": IMAGES * config.groups / pairs,
+    }  # fmt: skip
+
+
+def main(arguments: list[str]) -> int:
+    parser = environment.parser("scaling", "Steps on several GPUs, predicted from the measured one.")
+    parser.add_argument("--recipe", choices=ROWS, nargs="+", default=list(ROWS))
+    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 8, 64, 64])
+    parser.add_argument(
+        "--images-per-gpu", type=int, nargs="+", default=[512, 512, 512, 64], help="one for each of these"
+    )
+    parser.add_argument("--compress-gradients", action="store_true")
+    parser.add_argument("--measured", type=Path, default=MEASURED, help="the steps of one GPU")
+    options = parser.parse_args(arguments)
+    rows = {row["variant"]: row for row in json.loads(options.measured.read_text())["rows"]}
+    result = {"measured": options.measured.name, "compress_gradients": options.compress_gradients}
+    for recipe in options.recipe:
+        config = RECIPES[recipe]
+        parameters = trained_parameters(config)
+        result[recipe] = [
+            predict(
+                config, parameters, step_seconds=rows[ROWS[recipe]]["step_seconds"]["p50"], gpus=gpus, images=images,
+                compress=options.compress_gradients,
+            )
+            for gpus, images in zip(options.gpus, options.images_per_gpu, strict=True)
+        ]  # fmt: skip
+        print(f"\n{recipe}: {parameters / 1e6:.1f} M trained parameters")
+        environment.print_table(result[recipe])
+    environment.save(options.json, "scaling", result)
+    return 0
+
+
+def trained_parameters(config: Config) -> int:
+    training = Training(dataclasses.replace(config, ema=None, clip="off"), environment.device(), compiled=False)
+    return sum(parameter.numel() for parameter in training.network.parameters() if parameter.requires_grad)

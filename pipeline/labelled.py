@@ -1,0 +1,82 @@
+"""Augmentation of training with labels: one view, by a crop or a shift, a flip and RandAugment.
+
+As in ``stream``, every parameter is a pure function of (seed, epoch, sample id). The operations of RandAugment
+(arXiv 1909.13719) are DALI's own (``nvidia.dali.auto_aug``), chosen here rather than by its random numbers; timm's list
+has invert and a solarisation by addition beside them, and no identity.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from kernels.philox import Purpose, philox, split64, stream_key
+from pipeline import graph, stream
+
+
+@dataclasses.dataclass(frozen=True)
+class LabelledAugmentation:
+    """What is done to an image; the names are timm's where it has the same. ValueError when out of range."""
+
+    area: tuple[float, float] = (0.08, 1.0)  # share of the image's area a crop covers
+    aspect: tuple[float, float] = (3 / 4, 4 / 3)  # width / height of a crop, drawn log-uniformly
+    padding: int = 0  # pixels: above 0, the whole image is shifted by up to this, over black, instead of a crop
+    flip_p: float = 0.5  # probability of a horizontal flip
+    operations: int = 2  # of RandAugment, one after the other; 0 = none
+    operation_p: float = 0.5  # probability of each of them
+    magnitude: float = 9.0  # mean strength, of 10
+    magnitude_std: float = 0.5  # its standard deviation, of 10
+
+    def __post_init__(self):
+        for name, top in (("area", 1), ("aspect", math.inf)):
+            low, high = getattr(self, name)
+            if not 0 < low <= high <= top or high == math.inf:
+                raise ValueError(f"augmentation {name}={(low, high)}: expected 0 < low <= high <= {top}")
+        for name, top in (("flip_p", 1), ("operation_p", 1), ("magnitude", 10), ("magnitude_std", 10)):
+            if not 0 <= getattr(self, name) <= top:
+                raise ValueError(f"augmentation {name}={getattr(self, name)}: expected 0 to {top}")
+        for name, top in (("padding", 1024), ("operations", 8)):
+            if not 0 <= getattr(self, name) <= top:
+                raise ValueError(f"augmentation {name}={getattr(self, name)}: expected 0 to {top}")
+
+
+@dataclasses.dataclass(frozen=True)
+class LabelledDraw:
+    """The parameters of m images."""
+
+    boxes: np.ndarray  # int32 [m,1,4] (y, x, h, w), pixels of the upright image
+    flips: np.ndarray  # bool [m,1]
+    shifts: np.ndarray  # int32 [m,2] (y, x), pixels of the result
+    operations: np.ndarray  # int32 [m,operations,3]: number in DALI's suite, magnitude to 30, sign (1 = negative)
+
+
+def draw(a: LabelledAugmentation, sizes: np.ndarray, sample: np.ndarray, seed: int, epoch: int) -> LabelledDraw:
+    """Parameters of ``sample`` (int64 [m]), upright images of ``sizes`` (int [m,2]; h, w)."""
+    sizes = np.asarray(sizes, np.int64)
+    drawn = stream.draw(_as_view(a), sizes, sample, seed, epoch)
+    boxes = drawn.boxes[:, :1]
+    if a.padding:
+        boxes = np.concatenate([np.zeros_like(sizes), sizes], 1)[:, None].astype(np.int32)
+    low, high = split64(np.asarray(sample, np.int64)[:, None])
+    key = stream_key(seed, epoch, Purpose.LABELLED)
+    words = np.stack(np.broadcast_arrays(*philox((low, high, 0, np.arange(1 + 2 * a.operations)[None]), key)))
+    shifts = (words[:2, :, 0] * (2 * a.padding + 1) >> 32) - a.padding
+    which, what = words[:, :, 1::2], (words[:, :, 2::2] + 0.5) * 2.0**-32  # [4,m,operations]
+    applied = (which[1] + 0.5) * 2.0**-32 < a.operation_p
+    normal = np.sqrt(-2 * np.log(what[0])) * np.cos(2 * math.pi * what[1])  # Box and Muller
+    magnitude = np.rint((a.magnitude + a.magnitude_std * normal) / 10 * (graph.BINS - 1)).clip(0, graph.BINS - 1)
+    number = np.where(applied, which[0] * graph.OPERATIONS >> 32, graph.IDENTITY)
+    operations = np.stack([number, magnitude, which[2] >> 31], -1).astype(np.int32)
+    return LabelledDraw(boxes, drawn.flips[:, :1], np.ascontiguousarray(shifts.T, np.int32), operations)
+
+
+def views(a: LabelledAugmentation) -> tuple[graph.View]:
+    """The one view of the graph."""
+    return (graph.View(shift=a.padding > 0, operations=a.operations),)
+
+
+def _as_view(a):
+    """The crop and the flip as ``stream`` draws them."""
+    return stream.Augmentation(
+        area=a.area, aspect=a.aspect, flip_p=a.flip_p, jitter_p=0, grey_p=0, blur_p=(0, 0), solarise_p=(0, 0)
+    )

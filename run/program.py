@@ -1,0 +1,41 @@
+"""What the programs of this project share around their work: the command line, and how they end."""
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable
+from typing import TypeVar
+
+from pipeline import TooManyBadFiles
+
+from .progress import TooManySkipped
+from .signals import STOPPED
+
+Options = TypeVar("Options")
+
+
+def parse(program: str, recipes: dict[str, Options], arguments: list[str]) -> Options:
+    """The config of a command line: the recipe that it names ("toy" if none), and what it says beside that."""
+    import tyro
+
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--recipe", default="toy")
+    recipe = first.parse_known_args(arguments)[0].recipe
+    default = recipes.get(recipe, recipes["toy"])  # an unknown one is tyro's to refuse
+    return tyro.cli(tyro.conf.OmitArgPrefixes[type(default)], prog=program, default=default, args=arguments)
+
+
+def run(program: str, main: Callable[[list[str]], None]) -> None:
+    """Calls ``main`` with the command line; what ends a run is said in one line, with an exit code other than 0."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, where no step is to be finished
+    try:
+        main(sys.argv[1:])
+    except TooManyBadFiles as error:
+        sys.exit(f"{program}: {error}; all of them are in rejected.jsonl. Repair the data or raise --max-bad")
+    except TooManySkipped as error:
+        sys.exit(f"{program}: {error}. Lower --lr, or look at these images")
+    except OSError as error:  # of the output folder: DALI reads the images, and its errors are RuntimeErrors
+        sys.exit(f"{program}: {error}; what was saved before is intact, and the same command goes on from there")
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        sys.exit(STOPPED)

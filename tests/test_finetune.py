@@ -1,0 +1,238 @@
+"""Fine-tuning as a user calls it: on a CPU, on images of three classes that are told apart by their stripes."""
+
+import dataclasses
+import json
+import re
+import shutil
+import signal
+
+import numpy as np
+import pytest
+import timm
+import torch
+from conftest import ROOT, metrics, run_program
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+import finetune
+from run.finetuning import Tuning, new_model
+from run.probe import fit
+from run.ranks import Ranks
+from run.tuning import TUNE_RECIPES, TuneConfig
+
+TINY = (
+    "--device", "cpu", "--threads", "1", "--model", "vit_tiny_patch16_224", "--depth", "1", "--image-size", "32",
+    "--patch-size", "8", "--batch-size", "12", "--epochs", "6", "--log-every", "3", "--checkpoint-every", "100",
+    "--mixup", "0.8", "--cutmix", "1", "--erasing", "0.25", "--lr", "1e-3", "--ema", "0.9", "--operations", "0",
+)  # fmt: skip
+
+
+def stripes(root, per_class, seed):
+    """Images striped along, across and not at all; returns the folder."""
+    rng = np.random.default_rng(seed)
+    wave = (np.arange(36) // 4 % 2 * 160)[:, None, None]
+    for number, name in enumerate(("along", "across", "plain")):
+        (root / name).mkdir(parents=True)
+        for i in range(per_class):
+            noise = rng.integers(0, 96, (36, 36, 3))
+            image = noise + (0, wave, wave.transpose(1, 0, 2))[number]
+            Image.fromarray(image.astype(np.uint8)).save(root / name / f"{i:02}.jpg", quality=95)
+    return root
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    root = tmp_path_factory.mktemp("stripes")
+    stripes(root / "train", 20, 0)
+    stripes(root / "val", 9, 1)
+    (root / "val" / "plain" / "cut.jpg").write_bytes((root / "val" / "plain" / "00.jpg").read_bytes()[:-100])
+    return root
+
+
+def tune(data, output, *more):
+    arguments = ["--data", data / "train", "--eval-data", data / "val", "--output", output]
+    finetune.main([*TINY, *map(str, arguments), *more])
+
+
+@pytest.fixture(scope="module")
+def tuned(data, tmp_path_factory):
+    """60 images, batches of 12, 6 epochs of 5 batches: 30 steps."""
+    output = tmp_path_factory.mktemp("tuned") / "run"
+    tune(data, output)
+    return output
+
+
+def test_learns_and_exports_what_it_measured(data, tuned):
+    logged = [line for line in metrics(tuned) if "loss" in line]
+    scores = [line for line in metrics(tuned) if "top1" in line]
+    assert [line["step"] for line in logged] == list(range(3, 31, 3))
+    assert [line["step"] for line in scores] == list(range(5, 31, 5))
+    assert "top5" not in scores[-1]  # of three classes
+    assert (scores[-1]["eval_images"], scores[-1]["left_out"]) == (27, 1)
+    assert scores[-1]["top1"] > 80 and scores[-1]["top1_ema"] > 80  # by chance 33
+    for name, key in (("model", "top1"), ("model_ema", "top1_ema")):
+        known = json.loads((tuned / f"{name}.json").read_text())
+        assert known["classes"] == ["across", "along", "plain"] and known["training"][key] == scores[-1][key]
+        vit = timm.create_model(
+            known["model"], checkpoint_path=str(tuned / f"{name}.safetensors"), **known["arguments"]
+        ).eval()
+        right = []
+        for number, label in enumerate(known["classes"]):
+            files = sorted((data / "val" / label).glob("[0-9]*.jpg"))
+            images = np.stack([np.asarray(Image.open(file).resize((32, 32), Image.BILINEAR)) for file in files])
+            pixels = (torch.tensor(images) / 255 - torch.tensor(known["mean"])) / torch.tensor(known["std"])
+            right += (vit(pixels.permute(0, 3, 1, 2)).argmax(1) == number).tolist()
+        assert 100 * np.mean(right) == pytest.approx(scores[-1][key], abs=8)  # two images: Pillow's resize is another
+
+
+def test_stopped_by_a_signal_and_continued_gives_the_same_bytes(data, tuned, tmp_path, monkeypatch, capsys):
+    """SIGTERM while it evaluates, then the same command; the 7 steps that are saved end within an epoch."""
+    seen = finetune.StopRequest.agreed
+
+    def agreed(self, step):
+        if step == 7:
+            signal.raise_signal(signal.SIGTERM)
+        return seen(self, step)
+
+    monkeypatch.setattr(finetune.StopRequest, "agreed", agreed)
+    with pytest.raises(SystemExit) as ended:
+        tune(data, tmp_path / "run")
+    assert ended.value.code == 75 and "after step 7, which is saved" in capsys.readouterr().out
+    shutil.copytree(tmp_path / "run", tmp_path / "begun")
+    monkeypatch.undo()
+    tune(data, tmp_path / "run")
+    assert "steps 8 to 30" in capsys.readouterr().out
+    assert metrics(tmp_path / "run") == metrics(tuned)
+    for name in ("model.safetensors", "model_ema.safetensors"):
+        assert (tmp_path / "run" / name).read_bytes() == (tuned / name).read_bytes()
+
+    # Two ranks go on from there as well, and one alone finds the accuracy that they found together.
+    arguments = ["--data", data / "train", "--eval-data", data / "val", "--output", tmp_path / "begun"]
+    assert "on 2 x cpu" in run_program("finetune.py", *TINY, *arguments, ranks=2).stdout
+    together = metrics(tmp_path / "begun")[-1]
+    assert (together["step"], together["eval_images"], together["left_out"]) == (30, 27, 1)
+    with pytest.raises(SystemExit, match="2"):  # the folder is that of another run
+        tune(data, tmp_path / "begun", "--lr", "2e-3")
+    tune(data, tmp_path / "begun")
+    assert metrics(tmp_path / "begun")[-1] == together
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("gone", r"lacks 1 of the 3 classes of .*: plain; expected all of them"),
+        ("renamed", r"has classes that are not in .*: other; expected"),
+        ("flat", r"--data .* has no labels; expected images in class folders"),
+    ],
+)
+def test_classes_are_matched_by_name(data, tmp_path, capsys, change, says):
+    shutil.copytree(data, tmp_path / "data")
+    if change == "flat":
+        for file in (tmp_path / "data" / "train").glob("*/*.jpg"):
+            file.rename(tmp_path / "data" / "train" / f"{file.parent.name}{file.name}")
+    elif change == "gone":
+        shutil.rmtree(tmp_path / "data" / "val" / "plain")
+    else:
+        (tmp_path / "data" / "val" / "plain").rename(tmp_path / "data" / "val" / "other")
+    with pytest.raises(SystemExit, match="2"):
+        tune(tmp_path / "data", tmp_path / "run")
+    said = capsys.readouterr().err
+    assert re.search(says, said) and said.count("\n") == 1
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_an_encoder_is_taken_whole_or_not_at_all(data, tuned, tmp_path, capsys):
+    arguments = ["--encoder", str(tmp_path / "model.safetensors")]
+    without = [word for option in ("--depth", "--patch-size", "--image-size", "--model") for word in (option,)]
+    kept = [w for i, w in enumerate(TINY) if w not in without and (i == 0 or TINY[i - 1] not in without)]
+    more = [*kept, *arguments, "--data", str(data / "train"), "--eval-data", str(data / "val")]
+    state = load_file(tuned / "model.safetensors")
+    save_file(state, tmp_path / "model.safetensors")
+    shutil.copy(tuned / "model.json", tmp_path)
+    config = finetune.parse(more)
+    vit, description = new_model(config, 3)
+    head = {"head.weight", "head.bias"}
+    for name, tensor in vit.state_dict().items():
+        assert torch.equal(tensor, state[name]) != (name in head)
+    assert description["arguments"]["depth"] == 1 and all(p.requires_grad for p in vit.parameters())
+    layers = {group["lr_scale"] for group in Tuning(
+        dataclasses.replace(config, layer_decay=0.5), vit, description, Ranks(0, 1, 1, torch.device("cpu"))
+    ).optimizer.param_groups}  # fmt: skip
+    assert layers == {1.0, 0.5, 0.25}  # head and norm, block, embedding
+    del state["blocks.0.mlp.fc1.weight"]
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(SystemExit, match="2"):
+        finetune.main([*more, "--output", str(tmp_path / "run")])
+    assert "1 missing: blocks.0.mlp.fc1.weight" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["linear", "knn"])
+def test_probes_leave_the_encoder_as_it_is(data, tuned, tmp_path, capsys, monkeypatch, kind):
+    """The network that has learned the three classes, frozen, tells them apart."""
+    seen = []
+    made = finetune.new_model
+    monkeypatch.setattr(finetune, "new_model", lambda *how: seen.append(made(*how)) or seen[-1])
+    arguments = ["--data", str(data / "train"), "--eval-data", str(data / "val"), "--device", "cpu", "--threads", "1"]
+    finetune.main(
+        [*arguments, "--encoder", str(tuned / "model.safetensors"), "--probe", kind, "--output", str(tmp_path)]
+    )
+    said = capsys.readouterr().out
+    record = json.loads((tmp_path / "probes.jsonl").read_text())
+    assert said.count("\n") == 1 and f"top1 {record['top1']:.2f} %" in said and "cut.jpg" in said
+    assert (record["eval_images"], record["train_images"], record["left_out"]) == (27, 60, 1)
+    assert record["top1"] > 80
+    state = load_file(tuned / "model.safetensors")
+    for name, tensor in seen[0][0].state_dict().items():
+        assert torch.equal(tensor, state[name])
+    assert not (tmp_path / "config.json").exists()
+
+
+def test_linear_fit_is_the_minimum_of_what_it_says():
+    torch.manual_seed(0)
+    rows, labels = torch.randn(200, 6).double(), torch.randint(0, 3, (200,))
+
+    def objective(weights):
+        scores = rows @ weights[:, :-1].T + weights[:, -1]
+        return torch.nn.functional.cross_entropy(scores, labels) + 0.05 / 2 * weights[:, :-1].square().sum()
+
+    found = fit(rows, labels, 3, 0.05)
+    least = objective(found)
+    assert torch.autograd.functional.jacobian(objective, found).abs().max() < 1e-5
+    assert all(least <= objective(found + 0.01 * torch.randn(3, 7)) for _ in range(20))
+
+
+def test_a_step_without_a_finite_gradient_changes_no_weight():
+    config = finetune.parse([*TINY, "--data", "x", "--eval-data", "x"])
+    tuning = Tuning(config, *new_model(config, 3), Ranks(0, 1, 1, torch.device("cpu")))
+    images, labels = torch.randint(0, 256, (12, 32, 32, 3), dtype=torch.uint8), torch.arange(12) % 3
+    for broken in (False, True, False):
+        before = {name: tensor.clone() for name, tensor in tuning.network.state_dict().items()}
+        mean = tuning.mean.clone()
+        tuning.mean += float("nan") if broken else 0
+        _, finite = tuning.step(images, labels, 1, 2.0)
+        tuning.mean.copy_(mean)
+        after = tuning.network.state_dict()
+        assert finite != broken
+        assert all(torch.equal(before[name], after[name]) for name in before) == broken
+        assert all(tensor.isfinite().all() for tensor in after.values())
+
+
+@pytest.mark.gpu
+def test_learns_on_a_gpu(data, tmp_path):
+    tune(data, tmp_path / "run", "--device", "cuda", "--operations", "2")
+    assert [line for line in metrics(tmp_path / "run") if "top1" in line][-1]["top1"] > 80
+    tune(data, tmp_path / "probe", "--device", "cuda", "--probe", "linear")
+
+
+def test_recipes_are_those_of_the_field():
+    """MAE's fine-tuning of ViT-B on ImageNet (arXiv 2111.06377, table 9) and the code release of APS for CIFAR."""
+    for name, recipe in (("imagenet", (1024, 2e-3, 0.65)), ("cifar", (128, 5e-4, 1.0))):
+        config = TUNE_RECIPES[name]
+        assert (config.batch_size, config.lr, config.layer_decay) == recipe
+        assert (config.epochs, config.warmup_epochs, config.weight_decay) == (100, 5, 0.05)
+        assert (config.mixup, config.cutmix, config.smoothing, config.erasing) == (0.8, 1.0, 0.1, 0.25)
+        augmentation = config.augmentation
+        assert (augmentation.operations, augmentation.magnitude, augmentation.magnitude_std) == (2, 9, 0.5)
+        assert config.drop_path == 0.1
+    code = "".join(path.read_text() for folder in (".", "run") for path in (ROOT / folder).glob("*.py"))
+    assert not {f.name for f in dataclasses.fields(TuneConfig) if not re.search(rf"config\.{f.name}\b", code)}
