@@ -209,10 +209,10 @@ def gather_patches(crops, index, *, patch, mean, std, dtype):
 
 def attention_weights(qkv, heads):
     """q, k, v [B,H,T,D] of packed ones, and the softmax weights P [B,H,T,T], in float32 or better."""
-    q, k, v = qkv.unflatten(2, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+    q, k, v = qkv.unflatten(2, (3, heads, -1)).permute(2, 0, 3, 1, 4).contiguous()
     wide = torch.promote_types(qkv.dtype, torch.float32)
     scores = q.to(wide) @ k.to(wide).transpose(2, 3)
-    return q, k, v, torch.softmax(scores / math.sqrt(q.shape[3]), -1)
+    return q, k, v, torch.softmax(scores.div_(math.sqrt(q.shape[3])), -1)
 
 
 @torch.autocast("cpu", enabled=False)
@@ -225,8 +225,9 @@ def attention(qkv, *, heads):
 def attention_backward(qkv, gradient, heads):
     """Gradient of ``attention`` with respect to ``qkv``, by the formulas in ``short_attention.py``."""
     q, k, v, p = attention_weights(qkv, heads)
-    g = gradient.unflatten(2, (heads, -1)).transpose(1, 2)
-    dp = g @ v.transpose(2, 3)
-    ds = (p * (dp - (p * dp).sum(-1, keepdim=True)) / math.sqrt(q.shape[3])).to(q.dtype)
-    parts = torch.stack([ds @ k, ds.transpose(2, 3) @ q, p.to(g.dtype).transpose(2, 3) @ g])  # [3,B,H,T,D]
+    g = gradient.unflatten(2, (heads, -1)).transpose(1, 2).contiguous()
+    ds = p * (g @ v.transpose(2, 3))
+    ds -= p * ds.sum(-1, keepdim=True)
+    ds, p = ds.div_(math.sqrt(q.shape[3])).to(q.dtype), p.to(g.dtype)
+    parts = torch.stack([ds @ k, ds.transpose(2, 3) @ q, p.transpose(2, 3) @ g])  # [3,B,H,T,D]
     return parts.permute(1, 3, 0, 2, 4).flatten(2)
