@@ -9,7 +9,6 @@ Without data it trains on generated scenes, on a CPU in minutes. COCO itself has
 reaches what ViTDet (arXiv 2203.16527) reports of other encoders is not known. Needs pip install -e '.[coco]'.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -23,7 +22,7 @@ from torch.utils.data import DataLoader
 from pipeline import TooManyBadFiles
 from pipeline.coco import Batches, TrainingImages, apart
 from pipeline.loader import bad_limit
-from run import checkpoint
+from run import checkpoint, program
 from run.coco import evaluate, table
 from run.detection import (
     LOSSES,
@@ -37,12 +36,19 @@ from run.detection import (
     open_data,
     open_output,
 )
-from run.progress import Report, TooManySkipped
+from run.progress import Report
 from run.ranks import Ranks
 from run.signals import STOPPED, StopRequest
 
 
 def main(arguments: list[str]) -> None:
+    try:
+        train(arguments)
+    except TooManyBadFiles as error:  # of a worker it comes with the way that it took
+        sys.exit(f"detect.py: {str(error).splitlines()[-1]}")
+
+
+def train(arguments: list[str]) -> None:
     # Everything that can be wrong with the command, the data or the output folder is found before any work is done.
     try:
         config = parse(arguments)
@@ -55,6 +61,7 @@ def main(arguments: list[str]) -> None:
     except (ValueError, OSError) as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"detect.py: {error}", file=sys.stderr)
+        Ranks.leave()
         sys.exit(2)
 
     device = ranks.device
@@ -152,14 +159,8 @@ def main(arguments: list[str]) -> None:
 
 
 def parse(arguments: list[str]) -> DetectionConfig:
-    """The config of a command line: the recipe that it names, and what it says beside that."""
-    import tyro
-
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--recipe", default="toy")
-    recipe = first.parse_known_args(arguments)[0].recipe
-    default = RECIPES.get(recipe, RECIPES["toy"])  # an unknown one is tyro's to refuse
-    return tyro.cli(DetectionConfig, prog="detect.py", default=default, args=arguments)
+    """The config of a command line."""
+    return program.parse("detect.py", RECIPES, arguments)
 
 
 def _seed(*numbers: int) -> int:
@@ -172,13 +173,4 @@ def _named(bad: dict[str, str]) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except TooManyBadFiles as error:
-        sys.exit(f"detect.py: {str(error).splitlines()[-1]}")  # of a worker it comes with the way that it took
-    except TooManySkipped as error:
-        sys.exit(f"detect.py: {error}. Lower --lr")
-    except OSError as error:
-        sys.exit(f"detect.py: {error}; what was saved before is intact, and the same command goes on from there")
-    except KeyboardInterrupt:
-        sys.exit("detect.py: interrupted; the same command goes on from the last checkpoint")
+    program.run("detect.py", main)
