@@ -140,7 +140,8 @@ def measured(config: Config, batch: int, device: torch.device, seconds: float) -
                 steps[name]()
             peaks[name] = torch.cuda.max_memory_allocated(device) - before
     times = measure(steps, device, seconds=seconds)
-    return {name: {"images": batch, "step_seconds": times[name], "peak_bytes": peaks.get(name)} for name in METHODS}
+    how = {"images": batch, "precision": "bfloat16" if in_half(config, device) else "float32"}
+    return {name: how | {"step_seconds": times[name], "peak_bytes": peaks.get(name)} for name in METHODS}
 
 
 def quotients(sizes: dict[str, dict], name: str, what: str) -> list[float]:
@@ -209,7 +210,7 @@ def show(sizes: dict[str, dict], claims: list[dict]) -> None:
             if "step_seconds" in found:
                 seconds, peak = found["step_seconds"], found["peak_bytes"]
                 real.append({
-                    "ViT": size, "method": name, "images": found["images"],
+                    "ViT": size, "method": name, "images": found["images"], "type": found["precision"],
                     **{f"ms {p}": seconds[p] * 1e3 for p in ("p20", "p50", "p80")},
                     "x APS": seconds["p50"] / base["step_seconds"]["p50"],
                     "peak GB": None if peak is None else peak / 1e9,
