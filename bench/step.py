@@ -20,9 +20,10 @@ import argparse
 import dataclasses
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from bench import environment, roofline
@@ -66,18 +67,25 @@ class Synthetic:
     def kept(self) -> int:
         """Bytes that autograd saves for the backward pass of a step."""
         chosen = self.training.sample(self.loaded, epoch=0)
-        parameters = {p.untyped_storage().data_ptr() for p in self.training.network.parameters()}
-        found = {}
+        return saved_bytes(
+            lambda: self.training.step(self.loaded.views, chosen[:, :, 0], epoch=0), self.training.network.parameters()
+        )
 
-        def pack(tensor):
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in parameters:
-                found[storage.data_ptr()] = storage.nbytes()
-            return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            self.training.step(self.loaded.views, chosen[:, :, 0], epoch=0)
-        return sum(found.values())
+def saved_bytes(call: Callable, parameters: Iterable[Tensor]) -> int:
+    """Bytes that autograd saves for a backward pass in ``call``: each storage once, those of ``parameters`` not."""
+    left_out = {parameter.untyped_storage()._cdata for parameter in parameters}  # an address, also of fake tensors
+    found = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in left_out:
+            found[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        call()
+    return sum(found.values())
 
 
 def wait(device: torch.device) -> None:
