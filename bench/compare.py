@@ -5,8 +5,8 @@ interval is that which holds the ratio of the medians with 95 % confidence if ru
 normal: the standard deviation follows from p20 and p80, 2 x 0.8416 of them apart, the error of a median is 1.2533 of it
 over the root of the runs, and few runs widen it as Student's t does. It knows nothing of a machine that was busier one
 day: two commits are for that, which take turns, every turn counting as one run. Figures without percentiles have no
-interval and are taken at their word. Alternatives that are not this project's are shown, as controls: where they changed too,
-the machine did.
+interval and are taken at their word. Alternatives that are not this project's are shown as controls: where they changed
+too, the machine did.
 
 Exit code 1 where something is slower: the ratio beyond ``--threshold`` and the interval above 1. Exit code 2, with one
 line, where there is nothing to compare: other subjects, cards or sizes, or results whose tests failed.
@@ -25,7 +25,7 @@ from typing import NamedTuple
 from bench import environment
 from bench.timing import summary
 
-SETTINGS = "recipe", "model", "image_size", "batch_size", "batch", "source", "sizes", "depth", "head_hidden"
+SETTINGS = "recipe", "model", "image_size", "batch_size", "batch", "source", "scale", "depth", "head_hidden"
 RATES = {"images/s", "images_per_second", "pairs_per_second", "pairs/s"}  # the larger, the better
 TIMES = {"CPU ms/image"}  # single ones; with percentiles every "..._seconds" and "..._us"
 SPARE = {"profile", "metrics", "tests", "machine", "stages"}  # not compared: parts, and lines of a log
@@ -48,7 +48,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("a", metavar="A", help="a result file, a folder of result files, or a commit")
     parser.add_argument("b", metavar="B", help="another")
     parser.add_argument("--threshold", type=float, default=1.05, help="ratio beyond which B is slower [%(default)s]")
-    parser.add_argument("--subject", default="kernels", help="of two commits: what to measure, with its options [kernels]")
+    parser.add_argument(
+        "--subject", default="kernels", help="of two commits: what to measure, with its options [kernels]"
+    )
     parser.add_argument("--turns", type=int, default=5, help="of two commits: how often to run each [%(default)s]")
     options = parser.parse_args(arguments)
     try:
@@ -113,14 +115,15 @@ def compared(name: str, a: dict, b: dict, threshold: float) -> Iterator[dict]:
     if devices[0] != devices[1]:
         raise ValueError(f"{name}: measured on {devices[0]} and on {devices[1]}; expected the same card")
     for key in SETTINGS:
-        if a.get(key) != b.get(key):
-            raise ValueError(f"{name}: got {key} {a.get(key)} and {b.get(key)}; expected the same")
+        one, other = (data.get(key, "full" if key == "scale" else None) for data in (a, b))
+        if one != other:
+            raise ValueError(f"{name}: got {key} {one} and {other}; expected the same")
     ours, theirs = dict(figures(a)), dict(figures(b))
-    for figure in ours.keys() & theirs.keys():
-        if min(ours[figure].value, theirs[figure].value) <= 0:
-            raise ValueError(f"{name}: {figure} is {ours[figure].value} and {theirs[figure].value}; expected more than 0")
     for figure in (figure for figure in ours if figure in theirs):
-        yield {"what": f"{name}: {figure}"} | judged(ours[figure], theirs[figure], threshold)
+        one, other = ours[figure], theirs[figure]
+        if min(one.value, other.value) <= 0:
+            raise ValueError(f"{name}: {figure} is {one.value} and {other.value}; expected more than 0")
+        yield {"what": f"{name}: {figure}"} | judged(one, other, threshold)
 
 
 def judged(a: Figure, b: Figure, threshold: float) -> dict:
@@ -211,7 +214,9 @@ def run(tree: Path, subject: list[str]) -> dict:
     done = subprocess.run(command, cwd=tree, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode or not file.exists():
         tail = done.stdout.strip().splitlines()[-1:] or ["nothing printed"]
-        raise ValueError(f"{' '.join(subject)} at {tree.name.upper()} ended with exit code {done.returncode}: {tail[0]}")
+        raise ValueError(
+            f"{' '.join(subject)} at {tree.name.upper()} ended with exit code {done.returncode}: {tail[0]}"
+        )
     result = load(file)
     file.unlink()
     return result

@@ -2,13 +2,14 @@
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 from bench.environment import ROOT
 from bench.result import Result, by_folder, hardware, number, percent, short
 
 VIEWS = "files to both augmented views, {image_size} px, batch {batch_size}"
 STEP = "optimizer step, {model}, batch {batch_size}, synthetic crops"
+
+
 @dataclass(frozen=True)
 class Finding:
     what: str
@@ -101,7 +102,8 @@ def _soak(d):
     yield (
         f"{d['batches']:,} batches of {d['batch_size']} in {d['epochs']} epochs",
         f"the resident set grows by {d['grown_mib']:.1f} MiB after the first tenth; {d['found']} of {d['damaged']} "
-        f"damaged files found; batches probed: {d['probes_in_first_epoch']} in the first epoch, {d['probes_later']} later",
+        f"damaged files found; {d['probes_in_first_epoch']} batches probed in the first epoch, "
+        f"{d['probes_later']} later",
     )
 
 
@@ -128,7 +130,8 @@ def _step(d):
             text = f"{number(found['pairs_per_second'])} pairs/s, {number(found['step_seconds']['p50'] * 1e3)} ms"
             if mode != "plain" and "times_plain" in found:
                 text += f", {number(found['times_plain']['p50'])} times the plain form"
-            text += f"; {percent(found['mfu'])} of the best matrix product, {percent(found['roofline_share'])} of the roofline"
+            text += f"; {percent(found['mfu'])} of the best matrix product"
+            text += f", {percent(found['roofline_share'])} of the roofline"
             if found.get("peak_memory_bytes"):
                 text += f"; {number(found['peak_memory_bytes'] / 2**30)} GiB of memory at most"
             yield f"{STEP.format_map({'model': d['recipe']} | d)}, {mode} ({found['precision']})", text
@@ -164,10 +167,11 @@ def _train(d):
     steady = [line for line in d["metrics"] if "data_wait" in line]
     steady = [line for line in steady if line["step"] > steady[-1]["step"] / 2]
     rates, waits = ([line[name] for line in steady] for name in ("pairs_per_second", "data_wait"))
+    spans = f"{number(min(rates))}-{number(max(rates))}, {100 * min(waits):.1f}-{percent(max(waits))}"
     yield (
         f"train.py on files, {d['recipe']}, batch {d['batch_size']}",
         f"{number(d['pairs_per_second'])} pairs/s, {percent(d['data_wait'])} of the time waiting for data after "
-        f"warm-up (lines of the log: {number(min(rates))}-{number(max(rates))}, {100 * min(waits):.1f}-{percent(max(waits))})",
+        f"warm-up (lines of the log: {spans})",
     )
 
 

@@ -29,7 +29,7 @@ STYLE = """
 
 
 class Measured(NamedTuple):
-    """Seconds for a batch of BATCH images, but ``step`` and ``gather`` for one of its groups; the sources of them all."""
+    """Seconds for a batch of BATCH images, ``step`` and ``gather`` for one of its groups; where they come from."""
 
     device: str
     images: dict  # of the input path: mean_file_bytes, mean_height, mean_width
@@ -202,8 +202,9 @@ def _text(x: float, y: float, text: str, style: str = "", anchor: str = "middle"
 def _svg(found: Measured, parts: list[str]) -> str:
     title = f"The data path of ViT-S/16, {BATCH} images a batch, on one {found.device}"
     sources = dict.fromkeys(result.path.name for result in found.sources)
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" class="data-path" viewBox="0 0 984 334" role="img" aria-label="{title}">'
+    head = '<svg xmlns="http://www.w3.org/2000/svg" class="data-path" viewBox="0 0 984 334" role="img">'
     lines = [head, f"<title>{title}</title>", f"<style>{STYLE}</style>", *parts]
     lines.insert(3, _text(8, 22, title, "name", "start"))
-    lines.append(_text(8, 322, f"Measured {found.sources[0].date}: {', '.join(sources)}. Bytes follow from shapes.", "small", "start"))
+    foot = f"Measured {found.sources[0].date}: {', '.join(sources)}. Bytes follow from shapes."
+    lines.append(_text(8, 322, foot, "small", "start"))
     return "\n".join([*lines, "</svg>\n"])

@@ -101,11 +101,12 @@ def _soak(d):
 
 def _learning(d):
     def bars(name):
-        rows = [row for row in d["rows"] if row[name] is not None]
-        return [
-            Bar(row["arm"], row[name], row[name] - (s := row[f"{name}_spread"] or 0), row[name] + s, row["arm"] == "APS")
-            for row in rows
-        ]
+        found = []
+        for row in d["rows"]:
+            if row[name] is not None:
+                value, spread = row[name], row[f"{name}_spread"] or 0
+                found.append(Bar(row["arm"], value, value - spread, value + spread, row["arm"] == "APS"))
+        return found
 
     panels = {"after fine-tuning": bars("top1"), "k-NN before it": bars("knn")}
     yield "", "What pretraining is worth", "% (standard deviation of seeds)", panels

@@ -31,7 +31,8 @@ h1 { margin: 0 } h2 { border-bottom: 1px solid var(--line); margin-top: 2.5rem }
 p.soft, .soft { color: var(--soft) } code { background: var(--tint); padding: .1em .3em; border-radius: 4px }
 .scroll { overflow-x: auto; margin: .6rem 0 } table { border-collapse: collapse; font-size: 13px }
 th, td { border: 1px solid var(--line); padding: .25rem .55rem; text-align: left; vertical-align: top }
-th { background: var(--tint) } .data td { white-space: nowrap } td.n { text-align: right; font-variant-numeric: tabular-nums }
+th { background: var(--tint) } .data td { white-space: nowrap }
+td.n { text-align: right; font-variant-numeric: tabular-nums }
 svg { max-width: 100%; height: auto } summary { cursor: pointer } a { color: inherit }
 .flag { border: 1px solid; border-radius: 4px; padding: 0 .4em; font-size: 12px }
 """
@@ -86,7 +87,9 @@ def page(results: list[Result], picture: str | None, folder: Path) -> str:
         drawn.setdefault(plot.source.path, []).append(f"<h4>{_text(plot.title)}</h4>\n{svg}")
     parts = ["<h1>APS: benchmarks</h1>", f'<p class="soft">{len(results)} result files; python -m bench report</p>']
     folders = by_folder(results)
-    links = [f'<li><a href="#{_text(f.name)}">{_text(f.name)}</a>: {_text(hardware(r))}</li>' for f, r in folders.items()]
+    links = [
+        f'<li><a href="#{_text(f.name)}">{_text(f.name)}</a>: {_text(hardware(r))}</li>' for f, r in folders.items()
+    ]
     parts += ["<ul>", *links, "</ul>", picture or "", "<h2>In short</h2>", _markdown(findings.markdown(results))]
     for name, found in folders.items():
         parts += [f'<h2 id="{_text(name.name)}">{_text(name.name)}</h2>', f"<p>{_text(hardware(found))}</p>"]
@@ -95,7 +98,8 @@ def page(results: list[Result], picture: str | None, folder: Path) -> str:
     body = "\n".join(parts)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>APS: benchmarks</title>\n'
-        f'<meta name="viewport" content="width=device-width">\n<style>{STYLE}</style></head>\n<body>\n{body}\n</body></html>\n'
+        f'<meta name="viewport" content="width=device-width">\n<style>{STYLE}</style></head>\n'
+        f"<body>\n{body}\n</body></html>\n"
     )
 
 
@@ -104,7 +108,7 @@ def _head(result: Result) -> list[str]:
     flags = []
     if result.small:
         flags.append("smoke run: its figures say nothing")
-    if result.data.get("sizes") == "small":
+    if result.data.get("scale") == "small":
         flags.append("small sizes")
     if isinstance(result.data.get("skipped"), str):
         flags.append(f"skipped: {result.data['skipped']}")

@@ -48,7 +48,7 @@ class Result:
     @property
     def small(self) -> bool:
         """Made by ``--smoke``: says that it runs and nothing about speed."""
-        return self.data.get("sizes") == "smoke"
+        return self.data.get("scale") == "smoke"
 
     @property
     def reported(self) -> bool:
