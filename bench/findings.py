@@ -134,7 +134,7 @@ def _step(d):
             text += f", {percent(found['roofline_share'])} of the roofline"
             if found.get("peak_memory_bytes"):
                 text += f"; {number(found['peak_memory_bytes'] / 2**30)} GiB of memory at most"
-            yield f"{STEP.format_map({'model': d['recipe']} | d)}, {mode} ({found['precision']})", text
+            yield f"{STEP.format_map(d | {'model': d['recipe']})}, {mode} ({found['precision']})", text
 
 
 def _kernel_variants(d):
@@ -180,10 +180,28 @@ def _learning(d):
         return "-" if mean is None else f"{mean:.1f} %" + (f" +- {spread:.1f}" if spread is not None else "")
 
     for row in d["rows"]:
-        text = f"{accuracy(row['top1'], row['top1_spread'])} after fine-tuning, {row['runs']} runs"
+        text = f"{accuracy(row['top1'], row['top1_spread'])} after fine-tuning; runs: {row['runs']}"
         if row["knn"] is not None:
             text += f"; k-NN {accuracy(row['knn'], row['knn_spread'])}, untrained {row['knn_untrained']:.1f} %"
         yield f"accuracy: {row['arm']}", text
+
+
+def _baselines(d):
+    for row in d["claims"]:
+        about = f"{row['APS takes of']} over that of APS, counting {row['counting']}; claimed: {row['claim']}"
+        rest = (f"{key}: {value}" for key, value in row.items() if key not in ("APS takes of", "counting", "claim"))
+        yield about, "; ".join(rest)
+
+
+def _scaling(d):
+    for recipe, rows in d.items():
+        if isinstance(rows, list):
+            for row in (row for row in rows if row["gpus"] > 1):
+                yield (
+                    f"on paper: step of {recipe}, {row['gpus']} GPUs with {row['images_per_gpu']} images each",
+                    f"{number(row['step_ms'])} ms, {number(row['pairs_per_second'])} pairs/s, "
+                    f"{percent(row['efficiency'])} of that many single GPUs (from {d['measured']})",
+                )
 
 
 def _demo(d):
@@ -198,6 +216,7 @@ SUMMARIES = {
     "machine": _machine, "gpu_tests": _gpu_tests, "step variants": _step_variants, "step": _step, "input": _input,
     "pipeline": _pipeline, "train": _train, "kernel variants": _kernel_variants, "kernels": _kernels,
     "DALI on CPU and GPU": _backends, "compile": _compile, "soak": _soak, "learning": _learning, "demo": _demo,
+    "baselines": _baselines, "scaling": _scaling,
 }  # fmt: skip
 
 

@@ -112,9 +112,18 @@ def _learning(d):
     yield "", "What pretraining is worth", "% (standard deviation of seeds)", panels
 
 
+def _baselines(d):
+    panels = {
+        f"ViT-{size}": [Bar(name, *[found["flop"] / 1e9] * 3, name == "APS") for name, found in methods.items()]
+        for size, methods in d["sizes"].items()
+    }
+    yield "", "Arithmetic of a training step", "GFLOP an image", panels
+
+
 DRAWN = {
     "step variants": _step_variants, "step": _step, "pipeline": _pipeline, "kernels": _kernels, "soak": _soak,
     "DALI on CPU and GPU": _backends, "learning": _learning,
+    "baselines": _baselines,
 }  # fmt: skip
 
 
@@ -125,7 +134,8 @@ def draw(plot: Plot, png: Path) -> str:
 
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": plot.name}):
         bars = [panel for panel in plot.panels.values() if isinstance(panel[0], Bar)]
-        figure = Figure(figsize=(9, 0.7 + sum(0.24 * len(panel) + 0.5 for panel in bars) or 2.4), layout="constrained")
+        height = 0.7 + sum(0.24 * len(panel) + 0.5 for panel in bars) if bars else 2.4  # inches
+        figure = Figure(figsize=(9, height), layout="constrained")
         ratios = [len(panel) + 1.5 for panel in plot.panels.values()]
         axes = figure.subplots(len(plot.panels), 1, squeeze=False, height_ratios=ratios)[:, 0]
         for axis, (title, panel) in zip(axes, plot.panels.items(), strict=True):

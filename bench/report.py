@@ -131,7 +131,11 @@ def tables(data: dict) -> list[tuple[str, list[dict]]]:
         if name in LEFT_OUT:
             continue
         if isinstance(value, dict) and value and all(isinstance(v, dict) for v in value.values()):
-            found.append((name, [{"": key} | _flat(row) for key, row in value.items()]))
+            if all(isinstance(v, dict) for row in value.values() for v in row.values()):  # two levels of names
+                rows = [{"": key, " ": k} | _flat(v) for key, row in value.items() for k, v in row.items()]
+            else:
+                rows = [{"": key} | _flat(row) for key, row in value.items()]
+            found.append((name, rows))
         elif isinstance(value, dict) and not value.keys() >= set(PERCENTILES):
             alike.setdefault(frozenset(value), []).append({"": name} | _flat(value))
         elif isinstance(value, list) and value and all(isinstance(row, dict) for row in value):

@@ -14,6 +14,9 @@ ONE_OFF = {
 }  # fmt: skip
 
 
+SCRIPTS = {"learning": "bench/learning.sh", "demo": "make demo"}
+
+
 @dataclass(frozen=True)
 class Result:
     path: Path
@@ -62,12 +65,12 @@ class Result:
         if subject in ONE_OFF:
             now = ONE_OFF[subject]
             return "by hand" + (f"; now `{now}`" if now else "")
-        if "command" in data:
-            return f"`{data['command']}`"
+        if "command" in data or subject in SCRIPTS:
+            return f"`{data.get('command') or SCRIPTS[subject]}`"
         threads = self.machine.get("omp_num_threads")
         words = [f"OMP_NUM_THREADS={threads}"] * bool(threads) + ["python -m bench", subject]
         words += ["--images IMAGES"] * (data.get("source") == "given")
-        for name in ("recipe", "batch_size", "batches"):
+        for name in ("recipe", "batch_size", "batches", "steps"):
             if name in data:
                 words.append(f"--{name.replace('_', '-')} {data[name]}")
         return f"`{' '.join(words)}`"
