@@ -35,21 +35,21 @@ class Part(NamedTuple):
     small: str | None = None  # instead of ``arguments`` on a CPU; None: the same
     tests: tuple[str, ...] = ()  # what has to pass, below tests/
     quick: bool = True  # of what bench/device.sh runs, which has 8 minutes
-    where: str = "both"  # or "gpu"
+    where: str = "both"  # or "gpu" or "cpu", the other kind having no use for it
     images: bool = False  # takes --images
 
 
 KERNELS = "test_sampling.py", "test_overlap.py", "test_gather.py", "test_short_attention.py"
 INPUT = "test_graph.py", "test_stream.py", "test_loader.py"
 STEP = ("test_training.py",)
-SMALL_STEP = "step --recipe toy --batch-size 64 --turns 4 --modes plain float32 eager"
 PARTS = (
     Part("machine", "machine", 40),
     Part("gpu_tests", "gpu_tests", 130, where="gpu"),
     Part("compile", "compile", 300, tests=("test_ttir.py",), quick=False),
     Part("kernels", "kernels", 80, tests=KERNELS),
-    Part("step_vit_s", "step --recipe imagenet-vit-s --batch-size 512", 120, SMALL_STEP, STEP),
+    Part("step_vit_s", "step --recipe imagenet-vit-s --batch-size 512", 120, None, STEP, where="gpu"),
     Part("step_vit_b", "step --recipe imagenet-vit-b --batch-size 512", 120, None, STEP, where="gpu"),
+    Part("step", "step --recipe toy --batch-size 64 --turns 4 --modes plain float32 eager", 0, None, STEP, where="cpu"),
     Part("pipeline", "pipeline", 60, "pipeline --batch-size 32 --batches 5", INPUT, images=True),
     Part("train", "train", 60, "train --recipe toy --batch-size 64 --steps 24", STEP, images=True),
     Part("soak", "soak", 300, "soak --batches 400", INPUT, quick=False),
@@ -105,7 +105,7 @@ def chosen(options: argparse.Namespace, card: str | None) -> list[Part]:
         return [part for part in there if part.name in options.parts]
     if options.quick:
         there = [part for part in there if part.quick]
-    return [part for part in there if card or options.smoke or part.where == "both"]
+    return [part for part in there if part.where in ("both", "gpu" if card or options.smoke else "cpu")]
 
 
 def run_all(parts: list[Part], options: argparse.Namespace, card: str | None, say: Callable) -> int:

