@@ -70,13 +70,6 @@ def test_soak_survives_bad_files_and_probes_them_once(tmp_path):
     assert result["found"] == result["damaged"] and result["probes_in_first_epoch"] and not result["probes_later"]
 
 
-def test_device_script_goes_on_after_a_failure(tmp_path):
-    """An interpreter that fails in every part: every part is tried, every part is reported."""
-    done = device_script("--smoke", OUT=str(tmp_path), PYTHON="false")
-    assert done.returncode == len(RESULTS)
-    assert done.stdout.count("failed, exit code 1") == len(RESULTS)
-
-
 def test_compiled_kernels():
     rows = list(compiled_rows())
     targets = {row["target"] for row in rows}
