@@ -1,6 +1,13 @@
-"""train.py as a user runs it, from images to weights: pairs per second, and the share of the time it waits for data."""
+"""train.py as a user runs it, from images to weights: pairs per second, how long it waits for data, and what limits it.
+
+The input path is measured alone as well, with as many threads. Its need is what the steps would take if they never
+waited; from its rate, taken to be proportional to threads, follows how many threads a rank needs for both to balance.
+(Where a GPU's own engines decode, that is a lower bound of what they give with more threads.)
+"""
 
 import json
+import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -8,12 +15,17 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from bench import environment
-from bench.pipeline import folder_of_images, options_of, skip
+from bench.pipeline import drain, folder_of_images, options_of, skip
+from pipeline import Index, Loader
+from run.recipes import RECIPES
 
 
 def main(arguments: list[str]) -> int:
     parser = options_of("train", "train.py end to end.")
     parser.add_argument("--steps", type=int, default=120, help="optimizer steps; the first half is warm-up")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[1], help="processes, one run for each of these numbers"
+    )
     options = parser.parse_args(arguments)
     if find_spec("tyro") is None:
         return skip(options, "train", "tyro is not installed")
@@ -24,22 +36,56 @@ def main(arguments: list[str]) -> int:
     recipe, batch, steps, more = options.recipe, options.batch_size, options.steps, []
     if options.smoke:
         recipe, batch, steps, more = "toy", 8, 8, ["--image-size", "32", "--depth", "2"]
-    with tempfile.TemporaryDirectory() as output, folder_of_images(options.images, 4 * batch) as images:
-        command = [
-            sys.executable, environment.ROOT / "train.py", "--recipe", recipe, "--data", images, "--output", output,
-            "--batch-size", batch, "--max-steps", steps, "--log-every", max(1, steps // 4), *more,
-        ]  # fmt: skip
-        done = subprocess.run([*map(str, command)], cwd=environment.ROOT)
-        if done.returncode:
-            return done.returncode
-        lines = [json.loads(line) for line in (Path(output) / "metrics.jsonl").read_text().splitlines()]
-    steady = [line for line in lines if line.get("step", 0) > steps // 2 and "data_wait" in line]
-    rates, waits = ([line[name] for line in steady] for name in ("pairs_per_second", "data_wait"))
+    config = RECIPES[recipe]
     result = {
         "recipe": recipe, "batch_size": batch, "steps": steps, "source": "given" if options.images else "generated",
-        "pairs_per_second": len(rates) / sum(1 / rate for rate in rates), "data_wait": sum(waits) / len(waits),
-        "metrics": lines,
+        "runs": [],
     }  # fmt: skip
-    environment.save(options.json, "train", result)
-    print(f"{result['pairs_per_second']:,.1f} pairs/s, {result['data_wait']:.1%} of the time waiting for data")
+    with folder_of_images(options.images, 4 * batch) as images:
+        for ranks in options.ranks:
+            lines = run(images, recipe, batch, steps, ranks, more)
+            if lines is None:
+                return 1
+            steady = [line for line in lines if line.get("step", 0) > steps // 2 and "data_wait" in line]
+            rates, waits = ([line[name] for line in steady] for name in ("pairs_per_second", "data_wait"))
+            row = {
+                "ranks": ranks, "pairs_per_second": len(rates) / sum(1 / rate for rate in rates),
+                "data_wait": sum(waits) / len(waits),
+            }  # fmt: skip
+            threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+            loader = Loader(
+                Index.scan(images), config.augmentation, image_size=32 if options.smoke else config.image_size,
+                batch_size=batch // ranks, seed=0, device=environment.device(), threads=threads,
+            )  # fmt: skip
+            alone, _ = drain((both.views[1] for both in loader.batches(0, 12)), batch // ranks)
+            row |= balance(row["pairs_per_second"] / ranks, row["data_wait"], config.groups, alone, threads)
+            result["runs"].append(row)
+            if ranks == options.ranks[0]:
+                result |= {name: row[name] for name in ("pairs_per_second", "data_wait")} | {"metrics": lines}
+            environment.save(options.json, "train", result)
+    environment.print_table(result["runs"])
     return 0
+
+
+def run(images: Path, recipe: str, batch: int, steps: int, ranks: int, more: list[str]) -> list[dict] | None:
+    """The lines of metrics of a run; None where it failed."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks] if ranks > 1 else []
+    with tempfile.TemporaryDirectory() as output:
+        command = [
+            sys.executable, *launcher, environment.ROOT / "train.py", "--recipe", recipe, "--data", images, "--output",
+            output, "--batch-size", batch, "--max-steps", steps, "--log-every", max(1, steps // 4), *more,
+        ]  # fmt: skip
+        if subprocess.run([*map(str, command)], cwd=environment.ROOT).returncode:
+            return None
+        return [json.loads(line) for line in (Path(output) / "metrics.jsonl").read_text().splitlines()]
+
+
+def balance(pairs: float, wait: float, groups: int, alone: float, threads: int) -> dict:
+    """What limits a rank: ``pairs`` a second, ``wait`` the share of the time for data, ``alone`` the images a second
+    that the input path gives with ``threads`` where nothing else runs."""
+    needed = pairs / max(1 - wait, 1e-9) / groups
+    return {
+        "images_per_second_needed": needed, "images_per_second_alone": alone, "threads": threads,
+        "threads_to_balance": math.ceil(needed * threads / alone),
+        "limited_by": "input" if needed > alone else "steps",
+    }  # fmt: skip

@@ -24,6 +24,7 @@ from bench.compile import compiled_rows
 from bench.kernels import GROUPS, POWER, Size, batch_of_boxes, sample_one_by_one, sample_with_multinomial
 from bench.methods import METHODS
 from bench.step import Synthetic, saved_bytes
+from bench.train import balance
 from pipeline import Index
 from run.pretrained import load_encoder
 from run.recipes import RECIPES
@@ -346,3 +347,13 @@ def test_baselines_report(tmp_path, capsys):
     blocks = 4 * 65 / (3 * 17)  # passes of tokens
     assert re.search(rf"^MoCo v3's compute +1/5 +blocks +5.2 to 5.4 +{blocks:.1f} +- +holds$", out, re.MULTILINE)
     assert len(result["claims"]) == 8
+
+
+def test_balance_names_what_limits():
+    """Steps that take 1,000 images/s and wait half of the time need 2,000; six threads give 1,000."""
+    found = balance(4000, 0.5, 4, alone=1000, threads=6)
+    assert (found["images_per_second_needed"], found["threads_to_balance"]) == (2000, 12)
+    assert found["limited_by"] == "input"
+    assert balance(4000, 0, 4, alone=4000, threads=6) | {"limited_by": "steps", "threads_to_balance": 2} == balance(
+        4000, 0, 4, alone=4000, threads=6
+    )
