@@ -185,6 +185,10 @@ def measured(a: str, b: str, subject: list[str], turns: int) -> tuple[dict, dict
     """Results of a subject at two commits, each in a worktree of its own, in turns; the figures' medians over turns."""
     if turns < 3:
         raise ValueError(f"got --turns {turns}; expected 3 or more")
+    there = [name for name in (a, b) if Path(name).exists()]
+    if there:
+        missing = b if there == [a] else a
+        raise ValueError(f"{missing} does not exist; expected results to compare with {there[0]}, or two commits")
     found: tuple[list, list] = [], []
     with tempfile.TemporaryDirectory() as folder:
         trees = [Path(folder) / name for name in "ab"]

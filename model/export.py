@@ -48,6 +48,10 @@ def export_folder(run: Path, to: Path) -> None:
     not at all. Raises ValueError where the run has no encoder yet, or where ``to`` holds something.
     """
     weights = run / "encoder.safetensors"
+    if (run / "model.safetensors").exists() and not weights.exists():
+        raise ValueError(
+            f"{run} holds a fine-tuned model, whose model.safetensors timm loads; expected a run of train.py"
+        )
     if not weights.exists():
         raise ValueError(
             f"{run} holds no encoder.safetensors; expected the output folder of a run that has come to its end"
@@ -58,7 +62,7 @@ def export_folder(run: Path, to: Path) -> None:
         description = json.loads((run / "encoder.json").read_text())
         vit = create_plain(description["model"], description["arguments"], device="meta")
         config, card = hub_config(vit, description), model_card(vit, description, _options(run))
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, FileNotFoundError, json.JSONDecodeError) as error:
         raise ValueError(f"{run / 'encoder.json'} does not describe an encoder ({error!r})") from None
     partial = to.with_name(to.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)

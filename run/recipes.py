@@ -64,6 +64,7 @@ class RunConfig:
 
     # Nothing that the trained weights depend on, but for rounding: a run may be continued with other values of these.
     # (That the images are the same is held by their fingerprint, wherever they lie.)
+    PROGRAM: ClassVar[str] = "train.py"  # whose options these are
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (
         "data", "eval_data", "output", "max_steps", "device", "precision", "threads", "resume", "max_bad",
         "checkpoint_every", "keep_last", "keep_every", "log_every",

@@ -243,6 +243,7 @@ def _describe(config: RunConfig, index: Index) -> dict[str, Any]:
     import nvidia.dali  # here, so that what needs no DALI can do without
 
     return {
+        "program": config.PROGRAM,
         "config": json.loads(json.dumps(dataclasses.asdict(config), default=str)),
         "data": {"images": len(index), "classes": len(index.classes), "fingerprint": index.fingerprint},
         "versions": {
@@ -264,6 +265,9 @@ def _check_same_run(path: Path, now: dict[str, Any], config: RunConfig, index: I
         raise ValueError(
             f"{path} is not the config of a run; expected another --output, or the removal of the whole folder"
         ) from None
+    program = stored.get("program", config.PROGRAM)
+    if program != config.PROGRAM:
+        raise ValueError(f"{output} holds a run of {program}; expected another --output for {config.PROGRAM}")
     if config.resume == "never":
         raise ValueError(
             f"--resume never: {output} holds a run; expected another --output, or --resume auto to continue it"

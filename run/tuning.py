@@ -78,6 +78,7 @@ class TuneConfig(RunConfig):
 
     augmentation: LabelledAugmentation = field(default_factory=LabelledAugmentation)
 
+    PROGRAM: ClassVar[str] = "finetune.py"
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (*RunConfig.FREE_ON_RESUME, "eval_every", "probe_images")
 
     def __post_init__(self) -> None:

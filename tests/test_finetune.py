@@ -235,3 +235,11 @@ def test_recipes_are_those_of_the_field():
         assert config.drop_path == 0.1
     code = "".join(path.read_text() for folder in (".", "run") for path in (ROOT / folder).glob("*.py"))
     assert not {f.name for f in dataclasses.fields(TuneConfig) if not re.search(rf"config\.{f.name}\b", code)}
+
+
+def test_the_folder_of_another_program_is_refused(undisturbed, photos, capsys):
+    data = "--data", str(photos), "--eval-data", str(photos), "--batch-size", "8"
+    with pytest.raises(SystemExit) as ended:
+        finetune.main(["--device", "cpu", *data, "--output", str(undisturbed[0])])
+    assert ended.value.code == 2
+    assert f"{undisturbed[0]} holds a run of train.py; expected another --output" in capsys.readouterr().err
