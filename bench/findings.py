@@ -209,7 +209,7 @@ def _demo(d):
         yield (f"k-NN on the embedded dataset, `{row['command']}`",
                f"{row['knn_trained']:.1f} %, untrained {row['knn_untrained']:.1f} %")  # fmt: skip
     for name, seconds in d.get("seconds", {}).items():
-        yield f"`{name}`", f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
+        yield f"`{name}`, after installation", f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
 
 
 SUMMARIES = {
