@@ -4,7 +4,8 @@ Times are compared at the median, as B / A, so that above 1 B is slower; rates a
 interval is that which holds the ratio of the medians with 95 % confidence if runs are independent and their logarithms
 normal: the standard deviation follows from p20 and p80, 2 x 0.8416 of them apart, the error of a median is 1.2533 of it
 over the root of the runs, and few runs widen it as Student's t does. It knows nothing of a machine that was busier one
-day: two commits are for that, which take turns, every turn counting as one run. Figures without percentiles have no
+day: two commits are for that, which take turns, every turn counting as one run, once the tests of what is measured
+have passed at both (``bench all`` names them). Figures without percentiles have no
 interval and are taken at their word. Alternatives that are not this project's are shown as controls: where they changed
 too, the machine did.
 
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench import environment
+from bench.all import PARTS
 from bench.timing import summary
 
 SETTINGS = "recipe", "model", "image_size", "batch_size", "batch", "source", "scale", "depth", "head_hidden"
@@ -198,6 +200,9 @@ def measured(a: str, b: str, subject: list[str], turns: int) -> tuple[dict, dict
                 if done.returncode:
                     last = done.stderr.strip().splitlines()[-1]
                     raise ValueError(f"{commit} is no file, folder or commit ({last}); expected two of a kind")
+            for tree, commit in zip(trees, (a, b), strict=True):
+                if not tests_pass(tree, subject[0]):
+                    raise ValueError(f"the correctness tests of {subject[0]} fail at {commit}; its speed means nothing")
             for turn in range(turns):
                 for tree, results in zip(trees, found, strict=True):
                     print(f"turn {turn + 1} of {turns}: {tree.name.upper()}", file=sys.stderr)
@@ -210,6 +215,20 @@ def measured(a: str, b: str, subject: list[str], turns: int) -> tuple[dict, dict
 
 def git(*arguments) -> subprocess.CompletedProcess:
     return subprocess.run(["git", *map(str, arguments)], cwd=environment.ROOT, capture_output=True, text=True)
+
+
+def tests_pass(tree: Path, subject: str) -> bool:
+    """Whether those tests of a subject pass that a commit has, on a CPU without those for a GPU."""
+    names = {test for part in PARTS if part.arguments.split()[0] == subject for test in part.tests}
+    there = sorted(name for name in names if (tree / "tests" / name.split("::")[0]).exists())
+    kind = [] if environment.device().type == "cuda" else ["-m", "not gpu"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *kind, *(f"tests/{t}" for t in there)]
+    if not there:
+        return True
+    done = subprocess.run(command, cwd=tree, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        print(done.stdout, file=sys.stderr)
+    return done.returncode == 0
 
 
 def run(tree: Path, subject: list[str]) -> dict:

@@ -42,6 +42,7 @@ def main(arguments: list[str]) -> int:
         "runs": [],
     }  # fmt: skip
     with folder_of_images(options.images, 4 * batch) as images:
+        index = Index.scan(images)
         for ranks in options.ranks:
             lines = run(images, recipe, batch, steps, ranks, more)
             if lines is None:
@@ -54,7 +55,7 @@ def main(arguments: list[str]) -> int:
             }  # fmt: skip
             threads = max(1, len(os.sched_getaffinity(0)) // ranks)
             loader = Loader(
-                Index.scan(images), config.augmentation, image_size=32 if options.smoke else config.image_size,
+                index, config.augmentation, image_size=32 if options.smoke else config.image_size,
                 batch_size=batch // ranks, seed=0, device=environment.device(), threads=threads,
             )  # fmt: skip
             alone, _ = drain((both.views[1] for both in loader.batches(0, 12)), batch // ranks)

@@ -159,7 +159,7 @@ def test_every_part_names_tests_that_exist():
 
 
 def test_commits_are_measured_in_turns(monkeypatch, capsys):
-    """The same commit twice; and a name that is no commit. Its worktrees are gone afterwards."""
+    """The same commit twice; a name that is no commit; a part whose tests fail. Its worktrees are gone afterwards."""
     calls = []
 
     def run(tree, subject):
@@ -167,8 +167,13 @@ def test_commits_are_measured_in_turns(monkeypatch, capsys):
         return result([0.9, 1.0, 1.1])
 
     monkeypatch.setattr(compare, "run", run)
+    monkeypatch.setattr(compare, "PARTS", [])
     assert compare.main(["HEAD", "HEAD", "--turns", "3"]) == 0
     assert calls == [("a", True), ("b", True)] * 3
     assert compare.main(["HEAD", "no-such-commit"]) == 2
     assert "no-such-commit is no file" in capsys.readouterr().err.splitlines()[-1]
+    tests = ("test_recipes.py::test_no_such_thing", "test_gone.py")  # the first fails, the second is not there
+    monkeypatch.setattr(compare, "PARTS", [everything.Part("kernels", "kernels --fast", 60, tests=tests)])
+    assert compare.main(["HEAD", "HEAD"]) == 2 and len(calls) == 6
+    assert "correctness tests of kernels fail at HEAD" in capsys.readouterr().err.splitlines()[-1]
     assert "/tmp" not in compare.git("worktree", "list").stdout.replace(str(ROOT), "")
