@@ -1,4 +1,4 @@
-"""What the result files say in a line or two each: the rows of README's results section."""
+"""What the result files say in a line or two each: README's tables of results, which ``bench report`` puts there."""
 
 import re
 from dataclasses import dataclass
@@ -220,11 +220,49 @@ SUMMARIES = {
 }  # fmt: skip
 
 
-# The section of README
+# The tables of README
+
+HEADLINES = (  # what is said first: rows by what they begin with, and how many clauses of their result
+    ("optimizer step, ViT-S", 1), ("optimizer step, ViT-B", 1), ("files to both augmented views, 224 px, batch 512, 6", 1),
+    ("gather of a group", 1), ("optimizer step, imagenet-vit-s, .*eager", 1),
+    ("files to both augmented views, 224 px, batch 64", 2), ("MoCo v3's compute .* blocks", 2),
+)  # fmt: skip
 
 
-def markdown(results: list[Result]) -> str:
-    """The tables between the markers; a row names its file and the commit measured."""
+def headline(results: list[Result]) -> str:
+    """The figures that a reader meets first."""
+    rows, lines = findings(results), ["| what | measured | on |", "|---|---|---|"]
+    for pattern, clauses in HEADLINES:
+        for row in [row for row in rows if re.match(pattern, row.what)][:1]:
+            text = "; ".join(row.result.split("; ")[:clauses])
+            lines.append(f"| {row.what} | {text} | {row.source.machine['device']} |")
+    return "\n".join(lines) + "\n"
+
+
+def scaling(results: list[Result]) -> str:
+    """What several GPUs should give, by ``bench scaling``: both models in each cell."""
+    found = next((result.data for result in results if result.subject == "scaling" and result.reported), None)
+    if found is None:
+        return "Not predicted: no result of `python -m bench scaling`.\n"
+    models = {name: rows for name, rows in found.items() if isinstance(rows, list)}
+    columns = list(zip(*models.values(), strict=True))
+    gpus = [(c[0]["gpus"], c[0]["images_per_gpu"] * c[0]["gpus"]) for c in columns]
+    heads = [f"{n} GPU{'s' if n > 1 else ''}, batch {batch:,}" for n, batch in gpus]
+    figures = {
+        "step (ms)": "step_ms", "pairs/s": "pairs_per_second", "share of that many single GPUs": "efficiency",
+        "images/s for a node to decode": "node_images_per_second", "GB/s for a node to read": "node_gb_per_second",
+        "seconds for a pass over ImageNet": "epoch_seconds",
+    }  # fmt: skip
+    lines = [f"| {', '.join(models)} | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    for label, name in figures.items():
+        show = percent if name == "efficiency" else number
+        cells = (", ".join(show(row[name]) for row in column) for column in columns)
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def markdown(results: list[Result], *, folded: bool = True) -> str:
+    """All findings, a table a folder; a row names its file and the commit measured."""
     rows, order, blocks = findings(results), list(SUMMARIES), []
     folders = by_folder(results)
     for folder in folders:
@@ -234,11 +272,20 @@ def markdown(results: list[Result]) -> str:
         found.sort(key=lambda row: order.index(row.source.subject) if row.source.subject in order else len(order))
         name = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder.name
         date = f" {found[0].source.date}," if found[0].source.date else ""
-        lines = [f"{hardware([r.source for r in found])};{date} in `{name}/`:\n"]
-        lines += ["| what | result | command | file | commit |", "|---|---|---|---|---|"]
+        small = " small sizes," * any(row.source.data.get("scale") == "small" for row in found)
+        title = f"{hardware([r.source for r in found])};{date}{small}"
+        lines = ["| what | result | command | file | commit |", "|---|---|---|---|---|"]
         for row, above in zip(found, [None, *found], strict=False):
             command = "as above" if above and above.source is row.source else row.source.command
             cells = row.what, row.result, command, f"`{row.source.path.name}`", row.commit
             lines.append("| " + " | ".join(cells) + " |")
-        blocks.append("\n".join(lines))
+        table = "\n".join(lines)
+        if folded:
+            summary = f"<summary>{title} {len(found)} figures in <code>{name}/</code></summary>"
+            blocks.append(f"<details>{summary}\n\n{table}\n\n</details>")
+        else:
+            blocks.append(f"{title} in `{name}/`:\n\n{table}")
     return "\n\n".join(blocks) + "\n"
+
+
+README = {"headline": headline, "scaling": scaling, "results": markdown}  # by the name of their markers

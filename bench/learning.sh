@@ -9,7 +9,7 @@
 # the same fine-tuning; "scratch" is the fine-tuning alone, "scratch-long" takes as much arithmetic as pretraining (a pair
 # is 2 x 17 tokens, an image 65) and fine-tuning together.
 # Runs that are complete are left alone and others continued, so the same command goes on after a stop.
-# Settings by the environment: OUT, SEEDS, JOBS (runs at a time), TRAIN_IMAGES and EVAL_IMAGES (as many of each class, evenly
+# Settings by the environment: OUT, SEEDS, ARMS, JOBS (runs at a time), TRAIN_IMAGES and EVAL_IMAGES (as many of each class, evenly
 # spaced; 0: all), EPOCHS of pretraining, TUNE_EPOCHS and LONG_EPOCHS of fine-tuning, MODEL and TUNE (further options).
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -17,8 +17,8 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 OUT=${OUT:-runs/learning}
 : "${DATA:?a folder of training images in class folders}" "${EVAL:?a folder of evaluation images in the same classes}"
-SEEDS=${SEEDS:-0 1 2} JOBS=${JOBS:-2}
-EPOCHS=${EPOCHS:-3} TUNE_EPOCHS=${TUNE_EPOCHS:-3} LONG_EPOCHS=${LONG_EPOCHS:-9}
+SEEDS=${SEEDS:-0 1 2} JOBS=${JOBS:-2} ARMS=${ARMS:-aps uniform one-group scratch scratch-long}
+EPOCHS=${EPOCHS:-3} TUNE_EPOCHS=${TUNE_EPOCHS:-3} LONG_EPOCHS=${LONG_EPOCHS:-$((TUNE_EPOCHS + 2 * EPOCHS))}
 MODEL=${MODEL:---depth 4 --patch-size 4 --batch-size 128 --head-hidden 512}
 # A few epochs are too short for the regularisation of a hundred.
 TUNE=${TUNE:---lr 1e-3 --warmup-epochs 0.5 --mixup 0 --cutmix 0 --erasing 0 --operations 1 --drop-path 0 --ema 0 --batch-size 64}
@@ -41,10 +41,14 @@ tune() { # ARM SEED EPOCHS [OPTIONS]: fine-tuning alone
 }
 shape=$(echo "$MODEL" | grep -oE -- '--(depth|patch-size) [0-9]+' | tr '\n' ' ')
 for seed in $SEEDS; do
-    pretrain aps "$seed" "$EPOCHS"
-    pretrain uniform "$seed" "$EPOCHS" --power 0
-    pretrain one-group "$seed" $((4 * EPOCHS)) --groups 1
-    tune scratch "$seed" "$TUNE_EPOCHS" --encoder none $shape
-    tune scratch-long "$seed" "$LONG_EPOCHS" --encoder none $shape
+    for arm in $ARMS; do
+        case $arm in
+            aps) pretrain "$arm" "$seed" "$EPOCHS" ;;
+            uniform) pretrain "$arm" "$seed" "$EPOCHS" --power 0 ;;
+            one-group) pretrain "$arm" "$seed" $((4 * EPOCHS)) --groups 1 ;;
+            scratch) tune "$arm" "$seed" "$TUNE_EPOCHS" --encoder none $shape ;;
+            scratch-long) tune "$arm" "$seed" "$LONG_EPOCHS" --encoder none $shape ;;
+        esac
+    done
 done | xargs -P "$JOBS" -d '\n' -n 1 bash -c
 "$python" -m bench learning "$OUT" --json "$OUT/learning.json"

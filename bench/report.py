@@ -1,7 +1,7 @@
-"""All results as one page, plots, the picture of the data path, and README's results section.
+"""All results as one page, plots, the picture of the data path, and README's tables of results.
 
 Writes to the folder of ``--results``: report.html, one self-contained page; plots/, a PNG of each figure; and path.svg.
-README's section between its markers is made from the same files, so that no figure in it is typed by hand; ``--check``
+README's tables between markers are made from the same files, so that no figure in them is typed by hand; ``--check``
 writes nothing and exits with 1 where README or path.svg is not what the files say.
 """
 
@@ -17,7 +17,6 @@ from bench.result import Result, by_folder, hardware, number, read, short
 
 RESULTS = ROOT / "bench/results"
 README = ROOT / "README.md"
-OPEN, CLOSE = "<!-- results -->", "<!-- /results -->"
 LEFT_OUT = {"subject", "machine", "profile", "metrics", "command", "note"}  # of the tables
 LONG = 20  # rows from which on a table is folded
 PERCENTILES = "p20", "p50", "p80"
@@ -72,11 +71,14 @@ def main(arguments: list[str]) -> int:
 
 
 def section(readme: str, results: list[Result]) -> str:
-    """README with its results between the markers made anew."""
-    if readme.count(OPEN) != 1 or readme.count(CLOSE) != 1 or readme.index(OPEN) > readme.index(CLOSE):
-        raise ValueError(f"README.md: expected {OPEN} and below it {CLOSE}, each once")
-    before, rest = readme.split(OPEN)
-    return f"{before}{OPEN}\n\n{findings.markdown(results)}\n{CLOSE}{rest.split(CLOSE)[1]}"
+    """README with its tables between the markers made anew."""
+    for name, table in findings.README.items():
+        opening, closing = f"<!-- {name} -->", f"<!-- /{name} -->"
+        if not readme.count(opening) == readme.count(closing) == 1 or readme.index(opening) > readme.index(closing):
+            raise ValueError(f"README.md: expected {opening} and below it {closing}, each once")
+        before, rest = readme.split(opening)
+        readme = f"{before}{opening}\n\n{table(results)}\n{closing}{rest.split(closing)[1]}"
+    return readme
 
 
 def page(results: list[Result], picture: str | None, folder: Path) -> str:
@@ -90,7 +92,7 @@ def page(results: list[Result], picture: str | None, folder: Path) -> str:
     links = [
         f'<li><a href="#{_text(f.name)}">{_text(f.name)}</a>: {_text(hardware(r))}</li>' for f, r in folders.items()
     ]
-    parts += ["<ul>", *links, "</ul>", picture or "", "<h2>In short</h2>", _markdown(findings.markdown(results))]
+    parts += ["<ul>", *links, "</ul>", picture or "", "<h2>In short</h2>", _markdown(findings.markdown(results, folded=False))]
     for name, found in folders.items():
         parts += [f'<h2 id="{_text(name.name)}">{_text(name.name)}</h2>', f"<p>{_text(hardware(found))}</p>"]
         for result in found:
