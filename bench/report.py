@@ -92,7 +92,8 @@ def page(results: list[Result], picture: str | None, folder: Path) -> str:
     links = [
         f'<li><a href="#{_text(f.name)}">{_text(f.name)}</a>: {_text(hardware(r))}</li>' for f, r in folders.items()
     ]
-    parts += ["<ul>", *links, "</ul>", picture or "", "<h2>In short</h2>", _markdown(findings.markdown(results, folded=False))]
+    short_form = _markdown(findings.markdown(results, folded=False))
+    parts += ["<ul>", *links, "</ul>", picture or "", "<h2>In short</h2>", short_form]
     for name, found in folders.items():
         parts += [f'<h2 id="{_text(name.name)}">{_text(name.name)}</h2>', f"<p>{_text(hardware(found))}</p>"]
         for result in found:
