@@ -173,6 +173,15 @@ def _train(d):
         f"{number(d['pairs_per_second'])} pairs/s, {percent(d['data_wait'])} of the time waiting for data after "
         f"warm-up (lines of the log: {spans})",
     )
+    for row in d.get("runs", ()):
+        ranks = f"{row['ranks']} rank{'s' * (row['ranks'] > 1)}"
+        needed, alone = (number(row[f"images_per_second_{name}"]) for name in ("needed", "alone"))
+        yield (
+            f"what limits train.py, {d['recipe']}, batch {d['batch_size']}, {ranks}",
+            f"{number(row['pairs_per_second'])} pairs/s, {percent(row['data_wait'])} of the time waiting for data; a "
+            f"rank needs {needed} images/s, its {row['threads']} input threads alone give {alone}: {row['limited_by']}, "
+            f"balanced by {row['threads_to_balance']}",
+        )
 
 
 def _learning(d):

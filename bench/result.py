@@ -73,6 +73,8 @@ class Result:
         for name in ("recipe", "batch_size", "batches", "steps"):
             if name in data:
                 words.append(f"--{name.replace('_', '-')} {data[name]}")
+        ranks = [str(row["ranks"]) for row in data.get("runs", ()) if "ranks" in row]
+        words += ["--ranks", *ranks] if len(ranks) > 1 else []
         return f"`{' '.join(words)}`"
 
 
