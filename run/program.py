@@ -35,7 +35,7 @@ def run(program: str, main: Callable[[list[str]], None]) -> None:
     except TooManySkipped as error:
         sys.exit(f"{program}: {error}. Lower --lr, or look at these images")
     except OSError as error:  # of the output folder: DALI reads the images, and its errors are RuntimeErrors
-        sys.exit(f"{program}: {error}; what was saved before is intact, and the same command goes on from there")
+        sys.exit(f"{program}: {error}; what was saved before is intact. The same command goes on from the last checkpoint, if there is one")
     except KeyboardInterrupt:
-        print(f"{program}: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        print(f"{program}: interrupted; the same command goes on from the last checkpoint, if there is one", file=sys.stderr)
         sys.exit(STOPPED)
