@@ -12,6 +12,7 @@ from .progress import TooManySkipped
 from .signals import STOPPED
 
 Options = TypeVar("Options")
+GOES_ON = "the same command goes on from the last checkpoint, if there is one"
 
 
 def parse(program: str, recipes: dict[str, Options], arguments: list[str]) -> Options:
@@ -35,7 +36,7 @@ def run(program: str, main: Callable[[list[str]], None]) -> None:
     except TooManySkipped as error:
         sys.exit(f"{program}: {error}. Lower --lr, or look at these images")
     except OSError as error:  # of the output folder: DALI reads the images, and its errors are RuntimeErrors
-        sys.exit(f"{program}: {error}; what was saved before is intact. The same command goes on from the last checkpoint, if there is one")
+        sys.exit(f"{program}: {error}; what was saved before is intact, and {GOES_ON}")
     except KeyboardInterrupt:
-        print(f"{program}: interrupted; the same command goes on from the last checkpoint, if there is one", file=sys.stderr)
+        print(f"{program}: interrupted; {GOES_ON}", file=sys.stderr)
         sys.exit(STOPPED)
