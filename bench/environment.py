@@ -32,12 +32,14 @@ def device() -> torch.device:
 
 @functools.cache
 def describe() -> dict:
-    """Card or processor, driver, versions (None: not installed), thread counts, commit ("+" where files differ)."""
+    """Card or processor, driver, clock now and at most (MHz; of the card its SMs'), versions (None: not installed), thread
+    counts, commit ("+" where files differ)."""
     on_gpu = torch.cuda.is_available()
     return {
-        "device": torch.cuda.get_device_name() if on_gpu else _processor(),
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else None,
+        "device": torch.cuda.get_device_name() if on_gpu else _processor("model name") or platform.machine(),
+        "driver": _card("driver_version") if on_gpu else None,
         "memory_bytes": torch.cuda.get_device_properties(0).total_memory if on_gpu else None,
+        "clock_mhz": _card("clocks.sm,clocks.max.sm") if on_gpu else _processor("cpu MHz"),
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
@@ -48,9 +50,15 @@ def describe() -> dict:
     }
 
 
-def _processor() -> str:
-    names = re.findall(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
-    return names[0] if names else platform.machine()
+def _processor(key: str) -> str | None:
+    found = re.search(rf"^{key}\s*:\s*(.+)", Path("/proc/cpuinfo").read_text(), re.M)
+    return found and found[1]
+
+
+def _card(what: str) -> str | None:
+    """Of the first card, which is the one that torch sees unless CUDA_VISIBLE_DEVICES says otherwise."""
+    lines = _output("nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits")
+    return lines and lines.splitlines()[0]
 
 
 def _version(package: str) -> str | None:

@@ -92,8 +92,9 @@ def page(results: list[Result], picture: str | None, folder: Path) -> str:
     links = [
         f'<li><a href="#{_text(f.name)}">{_text(f.name)}</a>: {_text(hardware(r))}</li>' for f, r in folders.items()
     ]
-    short_form = _markdown(findings.markdown(results, folded=False))
-    parts += ["<ul>", *links, "</ul>", picture or "", "<h2>In short</h2>", short_form]
+    parts += ["<ul>", *links, "</ul>", "<h2>In short</h2>", _markdown(findings.headline(results)), picture or ""]
+    parts += ["<h2>Several GPUs, on paper</h2>", _markdown(findings.scaling(results))]
+    parts += ["<h2>Every figure in a line</h2>", _markdown(findings.markdown(results, folded=False))]
     for name, found in folders.items():
         parts += [f'<h2 id="{_text(name.name)}">{_text(name.name)}</h2>', f"<p>{_text(hardware(found))}</p>"]
         for result in found:

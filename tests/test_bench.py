@@ -59,7 +59,7 @@ def test_device_script_runs_every_part(tmp_path):
         assert not re.search(rf"{ROOT}|/home|/root|/tmp", text), f"{part}.json names a path of this machine"
         result = json.loads(text)
         assert {"subject", "machine"} | keys <= set(result), part
-        assert {"device", "driver", "versions", "torch_threads", "commit"} <= set(result["machine"])
+        assert {"device", "driver", "clock_mhz", "versions", "torch_threads", "commit"} <= set(result["machine"])
         for row in result.get("parity", ()):  # of the input path: every operation within its stated limit
             assert row["limit of the mean"] is None or row["mean"] <= row["limit of the mean"], row
 
