@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, Dataset
 from .coco import CocoData
 from .index import printable
 from .loader import TooManyBadFiles, bad_limit
-from .stream import epoch_order
 
 
 class TrainingImages(Dataset):
@@ -103,7 +102,7 @@ class CocoLoader:
                 f"--batch-size {batch_size}: expected a multiple of the {ranks} ranks and at most {len(data):,}, the "
                 "images there are"
             )
-        self.index, self.seed, self.device, self.workers = data, seed, device, workers
+        self.index, self.seed, self.device, self.workers = data, seed % 2**64, device, workers
         self.batches_per_epoch = len(data) // batch_size
         self.bad: dict[int, str] = {}
         self._limit = bad_limit(len(data), max_bad)
@@ -130,7 +129,7 @@ class CocoLoader:
         self._found({})  # the caller may have added what other ranks found
         epoch, place = divmod(number, self.batches_per_epoch)
         if self._order[0] != epoch:
-            self._order = epoch, epoch_order(len(self.index), self.seed, epoch)
+            self._order = epoch, np.random.default_rng([self.seed, 2, epoch]).permutation(len(self.index))
         whole = self._order[1][place * self._batch : (place + 1) * self._batch]
         return [self._good(position) for position in whole[self._part].tolist()]
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from timm.optim import param_groups_layer_decay
 from torch import Tensor, nn
@@ -22,7 +23,6 @@ from pipeline.coco import CocoData
 from pipeline.scenes import make_scenes
 
 from .checkpoint import copied
-from .finetuning import seed_everything
 from .pretrained import load_encoder
 from .ranks import Ranks
 from .recipes import RunConfig, check
@@ -176,7 +176,8 @@ class DetectorTraining:
     def step(self, images: list[Tensor], targets: list[dict[str, Tensor]], step: int) -> tuple[list[Tensor], Tensor]:
         """Optimizer step number ``step`` (the first is 0) on what ``CocoLoader`` gives. Returns the ``FIGURES`` and
         whether the gradient was finite (where not, the weights stay as they are): scalars on the device."""
-        seed_everything(self.config.seed, step, self.ranks.rank)  # of the samples of regions, and of drop path
+        words = np.random.SeedSequence([self.config.seed % 2**64, step, self.ranks.rank])
+        torch.manual_seed(int(words.generate_state(1, np.uint64)[0]))  # of the samples of regions, and of drop path
         rate = learning_rate(self.config, step, self.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["lr_scale"]

@@ -124,7 +124,7 @@ def open_data(
 
 
 def check_share(config: RunConfig, data: str, index: Data, bad: dict[int, str]) -> None:
-    """ValueError if more than ``max_bad`` of the files are bad. ``data``: the option that names them, with its value."""
+    """ValueError if more than ``max_bad`` of the files are bad; ``data`` is the option that names them, as given."""
     reasons = _reasons(index, bad)
     files = len(index) + len(index.rejected)
     limit = bad_limit(files, config.max_bad)
