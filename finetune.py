@@ -11,7 +11,6 @@ import sys
 
 from model.export import export_encoder
 from pipeline import Index, Loader
-from pipeline.index import printable
 from run import program
 from run.checkpoint import Saver
 from run.finetuning import FIGURES, Tuning, evaluate, new_model
@@ -19,7 +18,7 @@ from run.probe import PROBES
 from run.progress import Report, TooManySkipped
 from run.ranks import Ranks
 from run.recipes import learning_rate
-from run.session import open_data, open_output, restore, save, summarise_rejected, write_rejected, write_skipped
+from run.session import named, open_data, open_output, restore, save, summarise_rejected, write_rejected, write_skipped
 from run.signals import STOPPED, StopRequest
 from run.tuning import TUNE_RECIPES, TuneConfig
 
@@ -132,16 +131,11 @@ def probe(config: TuneConfig, ranks: Ranks, index: Index, evaluation: Index) -> 
     print(
         f"{config.probe} probe of {description['model']} {described(description)}: {figures} of "
         f"{scores['eval_images']:,} images, after {scores['train_images']:,} for training"
-        + (f"; left out {len(left_out):,}: {named(left_out)}" if left_out else "")
+        + (f"; left out {len(left_out):,}: {named(left_out.items())}" if left_out else "")
     )
     record = {"probe": config.probe, "encoder": config.encoder, "training": description["training"], **scores}
     with (config.output / "probes.jsonl").open("a") as file:
         file.write(json.dumps(record | {"left_out": len(left_out)}) + "\n")
-
-
-def named(left_out: dict[str, str]) -> str:
-    """The first files that were left out, with the reasons."""
-    return "; ".join(f"{printable(path)}: {reason}" for path, reason in list(left_out.items())[:10])
 
 
 def square(vit) -> int:
@@ -172,7 +166,7 @@ def score(tuning: Tuning, evaluation: Index, classes, report: Report, step: int,
         report.record({"step": step, "epoch": round(epoch, 4), **scores, "left_out": len(left_out)})
     report.say(f"epoch {epoch:.4g}: {figures} of {scores['eval_images']:,} evaluation images")
     if left_out and last:
-        report.say(f"left out {len(left_out):,} evaluation images: {named(left_out)}")
+        report.say(f"left out {len(left_out):,} evaluation images: {named(left_out.items())}")
     return scores
 
 

@@ -9,7 +9,6 @@ import sys
 
 from model.export import export_encoder
 from pipeline import Index, Loader
-from pipeline.index import printable
 from run import knn, program
 from run.checkpoint import Saver
 from run.progress import Report, TooManySkipped
@@ -17,6 +16,7 @@ from run.ranks import Ranks
 from run.recipes import RECIPES, Config, learning_rate
 from run.session import (
     encoder_arguments,
+    named,
     new_encoder,
     open_data,
     open_output,
@@ -141,8 +141,7 @@ def score(
         report.say(f"no k-NN accuracy: {error}")
         return {}
     if bad := scores.pop("knn_bad"):
-        named = "; ".join(f"{printable(path)}: {reason}" for path, reason in list(bad.items())[:10])
-        report.say(f"left out {len(bad):,} images of the k-NN accuracy: {named}")
+        report.say(f"left out {len(bad):,} images of the k-NN accuracy: {named(bad.items())}")
     report.record({"step": step, "epoch": round(step / report.steps_per_epoch, 4), **scores})
     figures = ", ".join(f"{scores[f'knn_{name}']:.1f} % {name}" for name in encoders)
     report.say(

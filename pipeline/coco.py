@@ -1,36 +1,37 @@
-"""Detection data in COCO's format (https://cocodataset.org/#format-data): what there is, and what a detector is fed.
+"""Detection data in COCO's format (https://cocodataset.org/#format-data): what there is.
 
 The annotations are checked as a whole when they are read, so that a file which is not what it should be is refused in
 one line before any work, and never reaches the C code of pycocotools, which a number that is not finite brings down.
-pycocotools and torchvision are imported where they are used: they are the extra ``coco``.
+pycocotools is imported where it is used: it is of the extra ``coco``.
 """
 
 import hashlib
 import json
-import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor
-from torch.utils.data import Dataset
 
-from .loader import TooManyBadFiles
+from .index import read_headers
 
 MAX_PIXELS = 178_956_970  # of an image: where Pillow suspects an attack
-IN_A_ROW = 10  # images that cannot be read, after which there is no point in trying the next
 
 
 class CocoData:
-    """The images of an annotation file, and what is in them.
+    """The images of an annotation file, and what is in them; as an ``Index`` it has ``root``, ``paths`` (the files, in
+    the order of the annotations, below ``root``), ``classes``, ``rejected`` (none) and ``fingerprint`` (of the file).
 
     ``categories``: {id: name}, in the order of the ids; the label of a category is its place in it, from 1. ``images``:
     (id, file, height, width) in the order of the file. ``unusable``: objects that cannot be trained on, because their
-    box or all of their polygons have no area; the evaluation has them as they are. ``fingerprint``: of the file.
+    box or all of their polygons have no area; the evaluation has them as they are.
     """
+
+    rejected: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, annotations: Path, images: Path):
         """ValueError or OSError where the file is not in COCO's format or an image of it is missing."""
@@ -42,12 +43,14 @@ class CocoData:
         }
         if len(set(self.categories.values())) < len(self.categories) or not self.categories:
             raise ValueError(f"{annotations} has no categories, or two of one name; expected one name for each")
+        self.classes = tuple(self.categories.values())
         self.labels = {number: label for label, number in enumerate(self.categories, 1)}
         found = _by_id(whole, "images", annotations)
         self.images = [_image(number, image, annotations) for number, image in found.items()]
         if not self.images:
             raise ValueError(f"{annotations} has no images; expected one or more")
-        missing = [name for _, name, _, _ in self.images if not (images / name).is_file()]
+        self.paths = [name for _, name, _, _ in self.images]
+        missing = [name for name in self.paths if not (images / name).is_file()]
         if missing:
             raise ValueError(
                 f"{len(missing):,} of the {len(self.images):,} images of {annotations} are not in {images}, among them "
@@ -74,6 +77,13 @@ class CocoData:
     def __len__(self) -> int:
         return len(self.images)
 
+    def check(self) -> dict[int, str]:
+        """{position: reason} of the images whose headers say that they are no image or of another size than annotated,
+        by the rules of ``Index``. A file takes 0.03 to 0.1 ms on one core where it is in the page cache."""
+        found = zip(read_headers(self.root, self.paths, len(self)), self.images, strict=True)
+        checked = {place: _wrong(size, *about[2:]) for place, (size, about) in enumerate(found)}
+        return {place: reason for place, reason in checked.items() if reason}
+
     def objects(self, position: int) -> list[dict[str, Any]]:
         """The checked annotations of an image, crowds among them."""
         start = self._ends[position - 1] if position else 0
@@ -98,11 +108,11 @@ class CocoData:
             with Image.open(self.root / name) as image:
                 image = ImageOps.exif_transpose(image).convert("RGB")
         except OSError as error:
-            raise OSError(f"{name}: {error.strerror or error}") from None
+            raise OSError(error.strerror or str(error)) from None
         except Exception as error:  # Pillow's parsers raise nearly anything on damaged files
-            raise ValueError(f"{name}: {type(error).__name__}: {error}") from None
-        if image.size != (width, height):
-            raise ValueError(f"{name} has {image.height} x {image.width} pixels, not {height} x {width} as annotated")
+            raise ValueError(f"{type(error).__name__}: {error}") from None
+        if reason := _wrong([image.height, image.width], height, width):
+            raise ValueError(reason)
         return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
     def masks(self, position: int) -> tuple[Tensor, Tensor]:
@@ -116,114 +126,6 @@ class CocoData:
             return labels, torch.zeros(0, height, width, dtype=torch.uint8)
         runs = [_runs(one["segmentation"], height, width) for one in objects]
         return labels, torch.from_numpy(rle.decode(runs)).permute(2, 0, 1)
-
-
-class TrainingImages(Dataset):
-    """Images to train on with their targets, scaled, cropped and flipped at random, each time in another way.
-
-    The longer side becomes ``size`` pixels times a number from ``scale``, uniformly drawn; of what then exceeds
-    ``size`` a random part is kept (large-scale jitter, Ghiasi et al. 2021, arXiv 2012.07177). An item is asked for by
-    (epoch, position), of which with the seed it is a function.
-    """
-
-    def __init__(self, data: CocoData, *, size: int, scale: tuple[float, float], seed: int):
-        self.data, self.size, self.scale, self.seed = data, size, scale, seed % 2**64
-
-    def __getitem__(self, at: tuple[int, int]) -> tuple[Tensor, dict[str, Tensor], dict[str, str]]:
-        """uint8 [3,h,w], neither side above ``size``; "boxes" float32 [n,4] (x, y, x, y) in its pixels, "labels" int64
-        [n], "masks" uint8 [n,h,w]; and {file: reason} of images that could not be read, in whose place the next came.
-        TooManyBadFiles where that is so of many in a row."""
-        epoch, position = at
-        bad: dict[str, str] = {}
-        for place in range(position, position + IN_A_ROW):
-            place %= len(self.data)
-            try:
-                image = self.data.read(place)
-            except (OSError, ValueError) as error:
-                bad[self.data.images[place][1]] = str(error)
-                continue
-            labels, masks = self.data.masks(place)
-            image, masks = self._jittered(image, masks, np.random.default_rng([self.seed, 1, epoch, position]))
-            return image, _target(labels, masks), bad
-        raise TooManyBadFiles(f"{IN_A_ROW} images in a row cannot be read; the last: {list(bad.values())[-1]}")
-
-    def _jittered(self, image: Tensor, masks: Tensor, rng) -> tuple[Tensor, Tensor]:
-        from torchvision.transforms.v2 import InterpolationMode
-        from torchvision.transforms.v2.functional import resized_crop
-
-        sides = np.array(image.shape[1:])
-        factor = self.size / sides.max() * rng.uniform(*self.scale)
-        kept = np.clip(np.round(self.size / factor), 1, sides).astype(int)  # source pixels
-        corner = [int(n) for n in rng.integers(0, sides - kept + 1)]
-        part = *corner, *map(int, kept)
-        new = [int(n) for n in np.clip(np.round(kept * factor), 1, self.size)]
-        image = resized_crop(image, *part, new, antialias=True)
-        if len(masks):
-            masks = resized_crop(masks, *part, new, InterpolationMode.NEAREST_EXACT)
-        else:
-            masks = masks.new_zeros(0, *new)
-        if rng.random() < 0.5:
-            image, masks = image.flip(2), masks.flip(2)
-        return image, masks
-
-
-class EvaluationImages(Dataset):
-    """Whole images as an evaluation feeds them to a detector, their longer side ``size`` pixels."""
-
-    def __init__(self, data: CocoData, *, size: int):
-        self.data, self.size = data, size
-
-    def __getitem__(self, position: int) -> tuple[int, Tensor | None, str]:
-        """The position; uint8 [3,h,w], or None with the reason for which the image cannot be read."""
-        from torchvision.transforms.v2.functional import resize
-
-        try:
-            image = self.data.read(position)
-        except (OSError, ValueError) as error:
-            return position, None, str(error)
-        sides = np.array(image.shape[1:])
-        new = np.clip(np.round(self.size / sides.max() * sides), 1, self.size)
-        return position, resize(image, [int(n) for n in new], antialias=True), ""
-
-
-class Batches:
-    """What each step from ``start`` to ``end`` trains on, as a ``DataLoader`` wants it: lists of (epoch, position).
-
-    The order of an epoch is a permutation, a function of (seed, epoch); ranks take slices of each batch, and what is
-    left over of an epoch is dropped.
-    """
-
-    def __init__(self, images: int, batch: int, seed: int, *, start: int, end: int, rank: int = 0, ranks: int = 1):
-        self.images, self.batch, self.seed = images, batch, seed % 2**64
-        self.steps, self.rank, self.ranks = range(start, end), rank, ranks
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        order, current = None, None
-        for step in self.steps:
-            epoch, number = divmod(step, self.images // self.batch)
-            if epoch != current:
-                current, order = epoch, np.random.default_rng([self.seed, 2, epoch]).permutation(self.images)
-            whole = order[number * self.batch : (number + 1) * self.batch]
-            yield [(epoch, int(position)) for position in whole[self.rank :: self.ranks]]
-
-
-def apart(worker: int) -> None:
-    """``worker_init_fn`` of a ``DataLoader``: what a terminal or a scheduler sends to a group of processes reaches the
-    program, which ends its workers itself, but not these, whose death would end it at once."""
-    os.setsid()
-
-
-def _target(labels: Tensor, masks: Tensor) -> dict[str, Tensor]:
-    """The target of what is left of the objects; boxes are those of the masks, which a crop may have cut."""
-    from torchvision.ops import masks_to_boxes
-
-    seen = masks.flatten(1).any(1).bool()
-    labels, masks = labels[seen], masks[seen].contiguous()
-    boxes = masks_to_boxes(masks) + torch.tensor([0.0, 0.0, 1.0, 1.0])  # it takes the last pixel for the edge
-    return {"boxes": boxes, "labels": labels, "masks": masks}
 
 
 # ---- Checks
@@ -339,6 +241,14 @@ def _unpacked(counts: str) -> Iterator[int]:
             number = bits = 0
     if bits:
         yield -1
+
+
+def _wrong(found: list[int] | str, height: int, width: int) -> str:
+    """What is wrong with an image of this size (or none for this reason) where it should have that; or nothing."""
+    if isinstance(found, str):
+        return found
+    size = " x ".join(map(str, found))
+    return "" if found == [height, width] else f"{size} pixels, not {height} x {width} as annotated"
 
 
 def _usable(one: dict[str, Any]) -> bool:

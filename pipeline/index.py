@@ -17,7 +17,7 @@ from pipeline import headers, sources
 from pipeline.headers import printable
 from pipeline.headers import read_headers as _read_headers
 
-__all__ = ["Index", "printable"]
+__all__ = ["Index", "printable", "read_headers"]
 
 _PARALLEL = 50_000  # images from which a process pool pays for its start
 _VERSION = "index 2"
@@ -114,7 +114,7 @@ class Index:
 def _build(source):
     """The index of a source. Its classes include those of rejected images: damage must not renumber them."""
     paths, names, sizes, places, rejected, classes = [], [], [], [], {}, set()
-    for path, name, result, place in source.rows(_headers):
+    for path, name, result, place in source.rows(read_headers):
         classes.add(name)
         if isinstance(result, list):
             paths.append(path)
@@ -136,7 +136,7 @@ def _joined(paths):
     return "\0".join(paths).encode("utf-8", "surrogateescape")
 
 
-def _headers(root, paths, images):
+def read_headers(root, paths, images):
     """``headers.read_headers`` of files that hold about so many images, by several processes where that pays."""
     workers = min(len(os.sched_getaffinity(0)), len(paths)) if images >= _PARALLEL else 1
     if workers <= 1:

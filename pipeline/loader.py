@@ -18,8 +18,8 @@ _BAD_FLOOR = 20  # so many bad files are allowed however few there are
 
 
 def bad_limit(files: int, share: float) -> int:
-    """How many of so many files may be bad before a run stops."""
-    return max(_BAD_FLOOR, int(share * files)) if share else 0
+    """How many of so many files, never all of them, may be bad before a run stops."""
+    return min(max(_BAD_FLOOR, int(share * files)), files - 1) if share else 0
 
 
 @dataclasses.dataclass
@@ -112,7 +112,7 @@ class Loader:
     def _found(self, bad):
         """Note bad samples {sample: reason}; TooManyBadFiles when there are."""
         self.bad.update(bad)
-        limit = min(bad_limit(len(self.index), self.max_bad), len(self.index) - 1)
+        limit = bad_limit(len(self.index), self.max_bad)
         if len(self.bad) > limit:
             named = "; ".join(
                 f"{printable(self.index.paths[s])}: {reason}" for s, reason in itertools.islice(self.bad.items(), 5)

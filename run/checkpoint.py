@@ -2,7 +2,8 @@
 
 ``checkpoints/step-00001500.pt`` holds, in torch's ``weights_only`` format, everything that the next step depends on:
 
-    network, key_network    state dicts of the modules (key_network: with a momentum encoder only)
+    network, key_network    state dicts of the modules (key_network: with a momentum encoder only; ``detector`` in their
+                            place is that of detection)
     optimizer, clip         state dicts; their tensors are as long as all parameters together (``model/flat.py``)
                             and not sharded, whatever the ranks that saved them
     report                  running means of the log since its last line, and the count of skipped steps
@@ -24,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -50,6 +53,12 @@ def save(folder: Path, step: int, state: dict[str, Any], *, last: int = 3, every
         if not every or step_of(old) % every:
             old.unlink()
     return path
+
+
+def copied(**parts: Any) -> dict[str, Any]:
+    """The state dicts of parts, of those that are not None, with copies of the tensors on the CPU."""
+    states = {name: part.state_dict() for name, part in parts.items() if part is not None}
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), states)
 
 
 class Saver:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from model.detector import detect
-from pipeline.coco import CocoData, EvaluationImages, apart
+from pipeline.coco import CocoData
+from pipeline.detection import EvaluationImages, apart
 
 from .ranks import Ranks
 
@@ -22,9 +23,9 @@ RECALLS = ("AR1", "AR10", "AR100", "AR_small", "AR_medium", "AR_large")
 
 def evaluate(
     detector: nn.Module, data: CocoData, *, size: int, workers: int, ranks: Ranks
-) -> tuple[dict[str, float | None], list[dict[str, Any]], dict[str, str]]:
+) -> tuple[dict[str, float | None], list[dict[str, Any]], dict[int, str]]:
     """The figures of ``average_precision`` (on rank 0, nothing elsewhere), the detections in COCO's format of results,
-    and {file: reason} of images that cannot be read, in which nothing is found. Each image counts once over all ranks;
+    and {position: reason} of images that cannot be read, in which nothing is found. Each counts once over all ranks;
     ``size``: pixels of the longer side as the detector sees it. For all ranks."""
     device = ranks.device
     loader = DataLoader(
@@ -34,7 +35,7 @@ def evaluate(
     categories, results, bad = list(data.categories), [], {}
     detector.eval()
     for batch in loader:
-        bad |= {data.images[position][1]: reason for position, image, reason in batch if image is None}
+        bad |= {position: reason for position, image, reason in batch if image is None}
         read = [(data.images[position], image.to(device)) for position, image, _ in batch if image is not None]
         if not read:
             continue
@@ -44,7 +45,7 @@ def evaluate(
             results += as_results(one, about[0], categories)
     parts = ranks.gather((results, bad))
     results = [one for part, _ in parts for one in part]
-    bad = {name: reason for _, part in parts for name, reason in part.items()}
+    bad = {position: reason for _, part in parts for position, reason in part.items()}
     return average_precision(data, results) if ranks.first else {}, results, bad
 
 

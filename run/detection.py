@@ -1,22 +1,20 @@
-"""What detect.py trains: its options, encoder and optimizer; its data and output folder, opened and checked.
+"""What detect.py trains: its options, its data, opened and checked, and one optimizer step.
 
 Optimizer and schedule are those of ViTDet (arXiv 2203.16527): AdamW with a learning rate that falls from layer to layer
 of the encoder; a short warm-up, then a tenth of the rate after 8/9 and a hundredth after 26/27 of the steps.
 """
 
-import dataclasses
 import importlib.util
-import json
 import math
-import platform
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-import timm
+import numpy as np
 import torch
 from timm.optim import param_groups_layer_decay
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from model import create_encoder, timm_arguments
 from model.detector import create_detector
@@ -24,17 +22,18 @@ from model.pyramid import STRIDES
 from pipeline.coco import CocoData
 from pipeline.scenes import make_scenes
 
-from . import checkpoint
+from .checkpoint import copied
 from .pretrained import load_encoder
 from .ranks import Ranks
-from .session import lock
+from .recipes import RunConfig, check
+from .session import check_share
 
 # The generated dataset: drawn once, then shared by all runs of a checkout.
 SCENES = Path(__file__).resolve().parent.parent / "runs" / "toy-scenes"
 
 
 @dataclass(frozen=True)
-class DetectionConfig:
+class DetectionConfig(RunConfig):
     """Train Mask R-CNN on a pretrained encoder, on data in COCO's format, and measure its average precision.
 
     A recipe gives every other option its default; `--recipe NAME --help` shows the defaults of that recipe.
@@ -61,23 +60,8 @@ class DetectionConfig:
     """The folder of their images."""
     output: Path = Path("runs/detect")
     """Folder for checkpoints, metrics and detections; a run that is found there is continued."""
-
-    epochs: float = 100
-    """Passes over the images."""
-    max_steps: int | None = None
-    """Stop after so many optimizer steps, with the schedule of the full run. Default: all of them."""
-    batch_size: int = 64
-    """Images per optimizer step, over all ranks."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to train; auto takes a GPU if there is one."""
     workers: int = 4
     """Processes a rank that read images; 0 reads them in the program itself."""
-    seed: int = 0
-    """Any 64-bit integer: new weights, order, crops and samples follow from it."""
-    checkpoint_every: int = 1000
-    """Optimizer steps between checkpoints, of which the newest three are kept."""
-    log_every: int = 50
-    """Optimizer steps between log lines."""
 
     image_size: int = 1024
     """Pixels a side of the square into which images are fitted."""
@@ -90,8 +74,6 @@ class DetectionConfig:
     proposals: int = 1000
     """Regions a image that the second stage looks at; half as many are sampled in training."""
 
-    lr: float = 1e-4
-    """Peak learning rate of AdamW, as it is: not scaled with the batch size."""
     weight_decay: float = 0.1
     """Of AdamW; not on biases, norms, positions and tokens."""
     layer_decay: float = 0.7
@@ -103,50 +85,42 @@ class DetectionConfig:
     clip: float = 1.0
     """Largest norm of the gradient; what is longer is scaled down to it."""
 
+    PROGRAM: ClassVar[str] = "detect.py"
+    FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (
+        *RunConfig.FREE_ON_RESUME, "train_annotations", "train_images", "eval_annotations", "eval_images", "workers",
+    )  # fmt: skip
+
     def __post_init__(self) -> None:
-        for name in ("train_annotations", "train_images", "eval_annotations", "eval_images", "output"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, getattr(self, name).expanduser())
-        for name in ("epochs", "batch_size", "checkpoint_every", "log_every", "width", "lr", "clip"):
-            self._check(name, 0 < getattr(self, name) < math.inf, "a number above 0")
-        for name in ("patch_size", "depth", "workers", "window", "weight_decay", "warmup_steps"):
-            self._check(name, 0 <= getattr(self, name) < math.inf, "0 or more")
-        self._check("max_steps", self.max_steps is None or self.max_steps > 0, "more than 0")
-        self._check("seed", -(2**63) <= self.seed < 2**63, "a 64-bit integer")
+        super().__post_init__()
+        for name in ("width", "clip"):
+            check(0 < getattr(self, name) < math.inf, self, name, "a number above 0")
+        for name in ("patch_size", "depth", "workers", "window", "warmup_steps"):
+            check(getattr(self, name) >= 0, self, name, "0 or more")
         coarsest = STRIDES[-1]
-        self._check("image_size", self.image_size > 0 and self.image_size % coarsest == 0, f"a multiple of {coarsest}")
-        self._check("scale", 0 < self.scale[0] <= self.scale[1] < math.inf, "two numbers above 0, the smaller first")
-        self._check("proposals", self.proposals >= 2, "2 or more")
-        self._check("layer_decay", 0 < self.layer_decay <= 1, "a number above 0 and up to 1")
-        self._check("drop_path", 0 <= self.drop_path < 1, "a share from 0 up to, not including, 1")
-        for split in ("train", "eval"):
+        whole = self.image_size > 0 and self.image_size % coarsest == 0
+        check(whole, self, "image_size", f"a multiple of {coarsest}")
+        check(0 < self.scale[0] <= self.scale[1] < math.inf, self, "scale", "two numbers above 0, the smaller first")
+        check(self.proposals >= 2, self, "proposals", "2 or more")
+        check(0 < self.layer_decay <= 1, self, "layer_decay", "a number above 0 and up to 1")
+        check(0 <= self.drop_path < 1, self, "drop_path", "a share from 0 up to, not including, 1")
+        for split in SPLITS:
             both = [getattr(self, f"{split}_{what}") is None for what in ("annotations", "images")]
             if both[0] != both[1]:
                 raise ValueError(f"--{split}-annotations, --{split}-images: expected both or neither")
         if self.eval_annotations is not None and self.train_annotations is None:
             raise ValueError("--eval-annotations without --train-annotations: expected both or neither")
 
-    def _check(self, name: str, right: bool, expected: str) -> None:
-        if not right:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)}: expected {expected}")
-
 
 SPLITS = ("train", "eval")
 LOSSES = ("loss_objectness", "loss_rpn_box_reg", "loss_classifier", "loss_box_reg", "loss_mask")  # torchvision's names
-MAX_BAD = 0.05  # share of the images that may be unreadable (20, if that is more) before a run stops
-# Nothing that the trained weights depend on: a run may be continued with other values of these.
-FREE_ON_RESUME = (
-    "train_annotations", "train_images", "eval_annotations", "eval_images", "output", "max_steps", "device", "workers",
-    "checkpoint_every", "log_every",
-)  # fmt: skip
-
+FIGURES = ("loss", *LOSSES)  # what a step returns
 RECIPES = {
     "toy": DetectionConfig(
-        patch_size=8, depth=4, epochs=3, batch_size=4, workers=0, checkpoint_every=200, image_size=128,
+        patch_size=8, depth=4, batch_size=4, workers=0, checkpoint_every=200, log_every=50, image_size=128,
         scale=(0.8, 1.25), window=0, width=64, proposals=64, lr=5e-4, weight_decay=0.05, layer_decay=1.0,
         drop_path=0.0, warmup_steps=50,
     ),
-    "coco": DetectionConfig(recipe="coco"),
+    "coco": DetectionConfig(recipe="coco", epochs=100, checkpoint_every=1000, log_every=50, lr=1e-4),
 }  # fmt: skip
 NEW = {"toy": "vit_tiny_patch16_224", "coco": "vit_base_patch16_224"}  # where neither an encoder nor a model is named
 
@@ -190,8 +164,48 @@ def new_optimizer(config: DetectionConfig, detector: nn.Module) -> torch.optim.A
     return torch.optim.AdamW(groups, lr=config.lr, fused=True)
 
 
-def open_data(config: DetectionConfig) -> tuple[CocoData, CocoData | None]:
-    """What is trained on, and what is evaluated on, if anything; ValueError or OSError for data that cannot be used."""
+class DetectorTraining:
+    """A detector in training on one device, with its optimizer; ``steps``: those of the whole schedule."""
+
+    def __init__(self, config: DetectionConfig, detector: nn.Module, ranks: Ranks, steps: int):
+        self.config, self.ranks, self.steps = config, ranks, steps
+        self.detector = detector.to(ranks.device)
+        self.optimizer = new_optimizer(config, detector)
+        self.forward = DistributedDataParallel(detector) if ranks.count > 1 else detector
+
+    def step(self, images: list[Tensor], targets: list[dict[str, Tensor]], step: int) -> tuple[list[Tensor], Tensor]:
+        """Optimizer step number ``step`` (the first is 0) on what ``CocoLoader`` gives. Returns the ``FIGURES`` and
+        whether the gradient was finite (where not, the weights stay as they are): scalars on the device."""
+        words = np.random.SeedSequence([self.config.seed % 2**64, step, self.ranks.rank])
+        torch.manual_seed(int(words.generate_state(1, np.uint64)[0]))  # of the samples of regions, and of drop path
+        rate = learning_rate(self.config, step, self.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group["lr_scale"]
+        self.detector.train()
+        kind = self.ranks.device.type
+        with torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda"):
+            losses: dict[str, Tensor] = self.forward([image.float() / 255 for image in images], targets)
+        loss = sum(losses.values())
+        loss.backward()
+        finite = nn.utils.clip_grad_norm_(self.detector.parameters(), self.config.clip).isfinite()
+        self.optimizer.found_inf = 1 - finite.float()  # at 1, the fused AdamW leaves everything as it is
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return [value.detach() for value in (loss, *map(losses.get, LOSSES))], finite
+
+    def state_dict(self, *, keep: bool = True) -> dict[str, Any]:
+        """A copy, on the CPU, of all that a step changes; nothing unless ``keep``."""
+        return copied(detector=self.detector, optimizer=self.optimizer) if keep else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Puts back what ``state_dict`` has returned."""
+        self.detector.load_state_dict(state["detector"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+def open_data(config: DetectionConfig, ranks: Ranks) -> tuple[CocoData, dict[int, str], CocoData | None]:
+    """What is trained on, its images that are known to be bad, and what is evaluated on, if anything; the same on all
+    ranks. ValueError or OSError for data that cannot be used, such as more than ``max_bad`` bad images in either."""
     for package in ("pycocotools", "torchvision"):
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"{package} is not installed; expected it from: pip install -e '.[coco]'")
@@ -199,73 +213,19 @@ def open_data(config: DetectionConfig) -> tuple[CocoData, CocoData | None]:
     if config.train_annotations is None:
         places = make_scenes(SCENES)
     training, evaluation = (CocoData(*places[split]) if places[split][0] else None for split in SPLITS)
-    if len(training) < config.batch_size:
-        raise ValueError(f"--batch-size {config.batch_size}: expected at most {len(training)}, the images there are")
     if evaluation is not None and evaluation.categories != training.categories:
         differing = sorted(set(evaluation.categories.items()) ^ set(training.categories.items()))
         named = ", ".join(f"{number} {name!r}" for number, name in differing[:5])
         raise ValueError(
             f"{evaluation.annotations} has other categories than {training.annotations} ({named}); expected the same"
         )
-    return training, evaluation
 
+    def check_images() -> dict[int, str]:
+        bad: dict[str, dict[int, str]] = {}
+        for split, data in zip(SPLITS, (training, evaluation), strict=True):
+            if data is not None:
+                bad[split] = data.check()
+                check_share(config, f"--{split}-images {data.root}", data, bad[split])
+        return bad["train"]
 
-def open_output(config: DetectionConfig, data: CocoData, ranks: Ranks) -> tuple[dict[str, Any] | None, list[str]]:
-    """Makes the output folder, or finds a run in it: the state to go on from, or None; and what to tell the user.
-
-    ValueError if the folder holds a run of another config or other data, or something else.
-    """
-
-    def open_it() -> tuple[Path | None, list[str]]:
-        output, path = config.output, config.output / "config.json"
-        if output.exists() and not output.is_dir():
-            raise ValueError(f"--output {output} is a file; expected a folder")
-        if path.exists():
-            _check_same_run(path, config, data)
-        elif output.is_dir() and any(output.iterdir()):
-            raise ValueError(f"--output {output} is not empty and holds no run; expected another folder")
-        output.mkdir(parents=True, exist_ok=True)
-        lock(output)
-        checkpoint.write_atomically(path, (json.dumps(describe(config, data), indent=2) + "\n").encode())
-        return checkpoint.newest(output / "checkpoints")
-
-    newest, damaged = ranks.on_first(open_it)
-    return checkpoint.load(newest) if newest else None, damaged
-
-
-def describe(config: DetectionConfig, data: CocoData) -> dict[str, Any]:
-    """The content of ``config.json``."""
-    import torchvision
-
-    return {
-        "config": json.loads(json.dumps(dataclasses.asdict(config), default=str)),
-        "data": {"images": len(data), "categories": list(data.categories.values()), "fingerprint": data.fingerprint},
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "torchvision": torchvision.__version__,
-            "timm": timm.__version__,
-        },
-    }
-
-
-def _check_same_run(path: Path, config: DetectionConfig, data: CocoData) -> None:
-    now = describe(config, data)
-    try:
-        stored = json.loads(path.read_text())
-        there, images = dict(stored["config"]), dict(stored["data"])
-        if "proposals" not in there:  # that of a pretraining
-            raise KeyError
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{path} is not the config of a detection run; expected another --output") from None
-    changed = [
-        f"{name} {there.get(name)} there and {value} now"
-        for name, value in now["config"].items()
-        if name not in FREE_ON_RESUME and there.get(name) != value
-    ]
-    if images != now["data"]:
-        changed.append(f"{data.annotations} is not the file that it was trained on")
-    if changed:
-        raise ValueError(
-            f"{config.output} holds another run ({'; '.join(changed)}); expected the same options or another --output"
-        )
+    return training, ranks.on_first(check_images), evaluation

@@ -14,12 +14,12 @@ from timm.optim import param_groups_layer_decay
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map_only
 
 from model import create_encoder, timm_arguments
 from model.encoder import pack
 from pipeline import Index, evaluation_batches
 
+from .checkpoint import copied
 from .pretrained import load_encoder
 from .ranks import Ranks
 from .recipes import RECIPES, learning_rate
@@ -133,9 +133,7 @@ class Tuning:
         """A copy, on the CPU, of all that a step changes, and where the model comes from; nothing unless ``keep``."""
         if not keep:
             return {}
-        parts = {"network": self.network, "optimizer": self.optimizer, "ema": self.ema}
-        state = {name: part.state_dict() for name, part in parts.items() if part is not None}
-        state = tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
+        state = copied(network=self.network, optimizer=self.optimizer, ema=self.ema)
         return state | {"origin": json.dumps(self.description)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

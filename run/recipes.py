@@ -14,13 +14,8 @@ from pipeline.stream import Augmentation
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What pretraining and fine-tuning have in common."""
+    """What pretraining, fine-tuning and detection have in common."""
 
-    data: Path | None = None
-    """Training images: a folder (one subfolder a class, or flat), a list of paths and labels, or tar shards. Default: a
-    generated dataset."""
-    eval_data: Path | None = None
-    """Labelled images with the same classes, to measure accuracy on."""
     output: Path = Path("runs/pretrain")
     """Folder for checkpoints, metrics and the result; a run that is found there is continued."""
 
@@ -32,16 +27,10 @@ class RunConfig:
     """Images per optimizer step, over all ranks."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; auto takes a GPU if there is one."""
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of products and activations; weights, loss and optimizer are float32 always. auto: bfloat16 on a GPU and on
-    processors with AMX, where it is twice as fast; float32 on others."""
-    threads: int = 0
-    """Threads of the input path per rank; 0 divides the cores among the ranks of this machine."""
     seed: int = 0
     """Any 64-bit integer: all random choices follow from it."""
-    resume: Literal["auto", "never", "changed"] = "auto"
-    """auto: continue a run found in the output folder. never: refuse a folder that holds one. changed: continue it also
-    where the images are not the same any more: without those that are gone or changed, and without new ones."""
+    resume: Literal["auto", "never"] = "auto"
+    """auto: continue a run found in the output folder. never: refuse a folder that holds one."""
     max_bad: float = 0.05
     """Share of the files that may be unusable (20 files, if that is more; with 0 none) before a run stops."""
     checkpoint_every: int = 500
@@ -55,41 +44,68 @@ class RunConfig:
 
     lr: float = 1e-3
     """Peak learning rate of AdamW, as it is: not scaled with the batch size."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Averaging coefficients of AdamW."""
     weight_decay: float = 0.05
     """Of AdamW."""
-    warmup_epochs: float = 0.2
-    """Epochs of linear warm-up, before the cosine to zero."""
 
     # Nothing that the trained weights depend on, but for rounding: a run may be continued with other values of these.
     # (That the images are the same is held by their fingerprint, wherever they lie.)
     PROGRAM: ClassVar[str] = "train.py"  # whose options these are
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (
-        "data", "eval_data", "output", "max_steps", "device", "precision", "threads", "resume", "max_bad",
-        "checkpoint_every", "keep_last", "keep_every", "log_every",
+        "output", "max_steps", "device", "resume", "max_bad", "checkpoint_every", "keep_last", "keep_every",
+        "log_every",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        for name in ("data", "eval_data", "output"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, getattr(self, name).expanduser())
+        for name, value in vars(self).items():
+            if isinstance(value, Path):
+                object.__setattr__(self, name, value.expanduser())
         for name in ("epochs", "batch_size", "checkpoint_every", "keep_last", "log_every"):
             check(getattr(self, name) > 0, self, name, "more than 0")
-        for name in ("threads", "keep_every", "lr", "weight_decay", "warmup_epochs"):
+        for name in ("keep_every", "lr", "weight_decay"):
             check(getattr(self, name) >= 0, self, name, "0 or more")
         check(self.max_steps is None or self.max_steps > 0, self, "max_steps", "more than 0")
-        check(self.threads <= 1024, self, "threads", "at most 1024")
         check(0 <= self.max_bad <= 1, self, "max_bad", "a share from 0 to 1")
         check(-(2**63) <= self.seed < 2**63, self, "seed", "a 64-bit integer")
-        check(min(self.betas) >= 0 and max(self.betas) < 1, self, "betas", "two numbers from 0 up to, not including, 1")
-        check(self.eval_data is None or self.data is not None, self, "eval_data", "--data beside it")
-        for name in ("epochs", "warmup_epochs", "lr", "weight_decay"):
+        for name in ("epochs", "lr", "weight_decay"):
             check(math.isfinite(getattr(self, name)), self, name, "a finite number")
 
 
 @dataclass(frozen=True)
-class Config(RunConfig):
+class ImagesConfig(RunConfig):
+    """What pretraining and fine-tuning, which read images by DALI, have in common beside that."""
+
+    data: Path | None = None
+    """Training images: a folder (one subfolder a class, or flat), a list of paths and labels, or tar shards. Default: a
+    generated dataset."""
+    eval_data: Path | None = None
+    """Labelled images with the same classes, to measure accuracy on."""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of products and activations; weights, loss and optimizer are float32 always. auto: bfloat16 on a GPU and on
+    processors with AMX, where it is twice as fast; float32 on others."""
+    threads: int = 0
+    """Threads of the input path per rank; 0 divides the cores among the ranks of this machine."""
+    resume: Literal["auto", "never", "changed"] = "auto"
+    """auto: continue a run found in the output folder. never: refuse a folder that holds one. changed: continue it also
+    where the images are not the same any more: without those that are gone or changed, and without new ones."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Averaging coefficients of AdamW."""
+    warmup_epochs: float = 0.2
+    """Epochs of linear warm-up, before the cosine to zero."""
+
+    FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (
+        *RunConfig.FREE_ON_RESUME, "data", "eval_data", "precision", "threads",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(0 <= self.threads <= 1024, self, "threads", "0 to 1024")
+        check(0 <= self.warmup_epochs < math.inf, self, "warmup_epochs", "a finite number, 0 or more")
+        check(min(self.betas) >= 0 and max(self.betas) < 1, self, "betas", "two numbers from 0 up to, not including, 1")
+        check(self.eval_data is None or self.data is not None, self, "eval_data", "--data beside it")
+
+
+@dataclass(frozen=True)
+class Config(ImagesConfig):
     """Pretrain a Vision Transformer on a folder of images.
 
     A recipe gives every other option its default; `--recipe NAME --help` shows the defaults of that recipe.
@@ -166,8 +182,7 @@ class Config(RunConfig):
     augmentation: Augmentation = field(default_factory=Augmentation)
 
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (
-        *RunConfig.FREE_ON_RESUME, "knn_images", "knn_every", "fsdp", "grad_checkpointing",
-        "compress_gradients",
+        *ImagesConfig.FREE_ON_RESUME, "knn_images", "knn_every", "fsdp", "grad_checkpointing", "compress_gradients",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -225,7 +240,7 @@ RECIPES: dict[str, Config] = {
 RECIPES = {name: dataclasses.replace(config, recipe=name) for name, config in RECIPES.items()}
 
 
-def learning_rate(config: RunConfig, epoch: float) -> float:
+def learning_rate(config: ImagesConfig, epoch: float) -> float:
     """Linear warm-up, then half a cosine to zero; ``epoch`` counts passes over the data, fractions included."""
     if epoch < config.warmup_epochs:
         return config.lr * epoch / config.warmup_epochs

@@ -2,9 +2,11 @@
 
 import dataclasses
 import fcntl
+import importlib
 import json
 import os
 import platform
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +18,24 @@ from timm.models.vision_transformer import VisionTransformer
 from kernels.reference import MAX_PATCHES
 from model import create_encoder, patch_grid, timm_arguments
 from pipeline import Index, Loader
+from pipeline.coco import CocoData
+from pipeline.detection import CocoLoader
 from pipeline.index import printable
 from pipeline.loader import bad_limit
 from pipeline.toy import make_toy
 
 from . import checkpoint
 from .ranks import Ranks
-from .recipes import Config, RunConfig
+from .recipes import Config, ImagesConfig, RunConfig
 
 # The embedded dataset: generated once, then shared by all runs of a checkout.
 TOY = Path(__file__).resolve().parent.parent / "runs" / "toy-data"
+Data = Index | CocoData
 KEPT = "run.npz"  # in the folder index: the index that the run was begun with
 CHANGED = "not the file that it was"
 OURS = (  # beside config.json
     "checkpoints", "metrics.jsonl", "rejected.jsonl", "skipped.json", "encoder.safetensors", "encoder.json",
-    "model.safetensors", "model.json",
+    "model.safetensors", "model.json", "detections.json",
 )  # fmt: skip
 _locks: dict[Path, int] = {}  # descriptors of files that are locked as long as this process lives
 
@@ -69,7 +74,9 @@ def plan_patches(config: Config) -> tuple[int, tuple[int, int], int]:
     return patch, grid, keep
 
 
-def open_data(config: RunConfig, ranks: Ranks, *, labelled: bool = False) -> tuple[Index, dict[int, str], Index | None]:
+def open_data(
+    config: ImagesConfig, ranks: Ranks, *, labelled: bool = False
+) -> tuple[Index, dict[int, str], Index | None]:
     """Index of the training images, its samples that are known to be bad, and, where given, the index of the evaluation
     images; the same on all ranks. ValueError if more than ``max_bad`` of the files are no images.
 
@@ -78,8 +85,7 @@ def open_data(config: RunConfig, ranks: Ranks, *, labelled: bool = False) -> tup
     """
 
     def scan() -> tuple[Index, dict[int, str], Index | None]:
-        if config.output.exists() and not config.output.is_dir():
-            raise ValueError(f"--output {config.output} is a file; expected a folder")
+        _check_folder(config)
         training, evaluation = config.data, config.eval_data
         if training is None:
             training, evaluation = make_toy(TOY)
@@ -98,7 +104,7 @@ def open_data(config: RunConfig, ranks: Ranks, *, labelled: bool = False) -> tup
                     f"--data {training} has no labels; expected images in class folders, or a labelled list"
                 )
             bad |= {int(i): "has no label" for i in np.flatnonzero(index.labels < 0) if i not in bad}
-        _check_share(config, training, index, bad)
+        check_share(config, f"--data {training}", index, bad)
         if evaluation is None:
             return index, bad, None
         tests = Index.scan(evaluation, cache=cache / "eval.npz")
@@ -117,25 +123,31 @@ def open_data(config: RunConfig, ranks: Ranks, *, labelled: bool = False) -> tup
     return ranks.on_first(scan)
 
 
-def _check_share(config: RunConfig, data: Path, index: Index, bad: dict[int, str]) -> None:
+def check_share(config: RunConfig, data: str, index: Data, bad: dict[int, str]) -> None:
+    """ValueError if more than ``max_bad`` of the files are bad; ``data`` is the option that names them, as given."""
     reasons = _reasons(index, bad)
     files = len(index) + len(index.rejected)
     limit = bad_limit(files, config.max_bad)
     if len(reasons) > limit:
-        named = "; ".join(f"{printable(path)}: {reason}" for path, reason in reasons[:5])
         raise ValueError(
-            f"--data {data}: {len(reasons):,} of {files:,} files cannot be used, at most {limit:,} may "
-            f"(--max-bad {config.max_bad}); expected other data or a larger --max-bad. The first: {named}"
+            f"{data}: {len(reasons):,} of {files:,} files cannot be used, at most {limit:,} may (--max-bad "
+            f"{config.max_bad}); expected other data or a larger --max-bad. The first: {named(reasons[:5])}"
         )
 
 
-def open_output(config: RunConfig, index: Index, ranks: Ranks) -> tuple[dict[str, Any] | None, list[str]]:
+def _check_folder(config: RunConfig) -> None:
+    if config.output.exists() and not config.output.is_dir():
+        raise ValueError(f"--output {config.output} is a file; expected a folder")
+
+
+def open_output(config: RunConfig, index: Data, ranks: Ranks) -> tuple[dict[str, Any] | None, list[str]]:
     """Makes the output folder, or finds a run in it: the state to go on from, or None; and what to tell the user.
 
     ValueError if the folder holds a run of another config or other data, or any run under ``resume="never"``.
     """
 
     def open_it() -> tuple[Path | None, list[str]]:
+        _check_folder(config)
         described = _describe(config, index)
         path = config.output / "config.json"
         new = not path.exists()
@@ -149,7 +161,7 @@ def open_output(config: RunConfig, index: Index, ranks: Ranks) -> tuple[dict[str
         if not new:
             _check_same_run(path, described, config, index)
         kept = config.output / "index" / KEPT
-        if new or Index.kept(kept, index.root) is None:
+        if isinstance(index, Index) and (new or Index.kept(kept, index.root) is None):
             index.keep(kept)
         checkpoint.write_atomically(path, (json.dumps(described, indent=2) + "\n").encode())
         return checkpoint.newest(config.output / "checkpoints")
@@ -175,7 +187,9 @@ def lock(output: Path) -> None:
         _locks[output] = file
 
 
-def save(saver: checkpoint.Saver, config: RunConfig, loader: Loader, ranks: Ranks, step: int, training, report) -> None:
+def save(
+    saver: checkpoint.Saver, config: RunConfig, loader: Loader | CocoLoader, ranks: Ranks, step: int, training, report
+) -> None:
     """Saves everything that step ``step`` + 1 depends on. Called by all ranks; rank 0 writes, in the background."""
     for bad in ranks.gather(loader.bad):
         loader.bad.update(bad)  # what one rank found costs no other rank time
@@ -186,7 +200,7 @@ def save(saver: checkpoint.Saver, config: RunConfig, loader: Loader, ranks: Rank
         write_rejected(config.output, loader.index, loader.bad)
 
 
-def restore(state: dict[str, Any], loader: Loader, training, report) -> None:
+def restore(state: dict[str, Any], loader: Loader | CocoLoader, training, report) -> None:
     """Puts a saved state back."""
     training.load_state_dict(state)
     report.load_state_dict(state["report"])
@@ -194,7 +208,7 @@ def restore(state: dict[str, Any], loader: Loader, training, report) -> None:
     loader.bad.update({sample: reason for sample, reason in state["bad"].items() if reason != CHANGED})
 
 
-def write_skipped(config: RunConfig, loader: Loader, ranks: Ranks, step: int, *, groups: int = 1) -> Path:
+def write_skipped(config: RunConfig, loader: Loader | CocoLoader, ranks: Ranks, step: int, *, groups: int = 1) -> Path:
     """``skipped.json``: the seed, and the images of the batches from the last log line to ``step``. For all ranks.
     ``groups``: steps that each batch is good for."""
     first, last = max(0, step - config.log_every) // groups, (step - 1) // groups
@@ -215,33 +229,36 @@ def write_skipped(config: RunConfig, loader: Loader, ranks: Ranks, step: int, *,
     return path
 
 
-def write_rejected(output: Path, index: Index, bad: dict[int, str]) -> None:
+def write_rejected(output: Path, index: Data, bad: dict[int, str]) -> None:
     """``rejected.jsonl``: one line for each file that is not trained on, with the reason."""
     rejected = sorted(_reasons(index, bad))
     lines = (json.dumps({"path": path, "reason": reason}) + "\n" for path, reason in rejected)
     checkpoint.write_atomically(output / "rejected.jsonl", "".join(lines).encode())
 
 
-def _reasons(index: Index, bad: dict[int, str]) -> list[tuple[str, str]]:
+def _reasons(index: Data, bad: dict[int, str]) -> list[tuple[str, str]]:
     """(path, reason) of every file that is left out."""
     return list(index.rejected.items()) + [(index.paths[sample], reason) for sample, reason in bad.items()]
 
 
-def summarise_rejected(index: Index, bad: dict[int, str], output: Path) -> str:
+def summarise_rejected(index: Data, bad: dict[int, str], output: Path) -> str:
     """One line for the screen, or nothing where nothing was left out."""
     reasons = _reasons(index, bad)
     if not reasons:
         return ""
-    shown = "; ".join(f"{printable(path)}: {reason}" for path, reason in reasons[:10])
-    more = f"; and {len(reasons) - 10:,} more" if len(reasons) > 10 else ""
     files = len(index) + len(index.rejected)
-    return f"left out {len(reasons):,} of {files:,} files ({output / 'rejected.jsonl'}): {shown}{more}"
+    return f"left out {len(reasons):,} of {files:,} files ({output / 'rejected.jsonl'}): {named(reasons)}"
 
 
-def _describe(config: RunConfig, index: Index) -> dict[str, Any]:
+def named(reasons: Iterable[tuple[str, str]]) -> str:
+    """The first of the files that are left out, with the reasons, for the screen."""
+    shown = [f"{printable(path)}: {reason}" for path, reason in reasons]
+    return "; ".join(shown[:10] + ([f"and {len(shown) - 10:,} more"] if len(shown) > 10 else []))
+
+
+def _describe(config: RunConfig, index: Data) -> dict[str, Any]:
     """The content of ``config.json``."""
-    import nvidia.dali  # here, so that what needs no DALI can do without
-
+    reader = "nvidia.dali" if isinstance(index, Index) else "torchvision"  # only the one that is needed is imported
     return {
         "program": config.PROGRAM,
         "config": json.loads(json.dumps(dataclasses.asdict(config), default=str)),
@@ -250,12 +267,12 @@ def _describe(config: RunConfig, index: Index) -> dict[str, Any]:
             "python": platform.python_version(),
             "torch": torch.__version__,
             "timm": timm.__version__,
-            "dali": nvidia.dali.__version__,
+            reader.rpartition(".")[2]: importlib.import_module(reader).__version__,
         },
     }
 
 
-def _check_same_run(path: Path, now: dict[str, Any], config: RunConfig, index: Index) -> None:
+def _check_same_run(path: Path, now: dict[str, Any], config: RunConfig, index: Data) -> None:
     output = config.output
     try:
         stored = json.loads(path.read_text())
@@ -282,6 +299,11 @@ def _check_same_run(path: Path, now: dict[str, Any], config: RunConfig, index: I
             f"{output} holds another run ({'; '.join(changed)}); expected the same options or another --output"
         )
     if data != now["data"]:
+        if isinstance(index, CocoData):
+            raise ValueError(
+                f"{output} holds a run on other annotations than {index.annotations}; expected the same "
+                "--train-annotations or another --output"
+            )
         kept = Index.kept(output / "index" / KEPT, index.root)
         what = f"{images:,} images there, {now['data']['images']:,} now"
         if kept is not None:

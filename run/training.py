@@ -16,7 +16,7 @@ from kernels import gather_patches, sample_views
 from model import AdaptiveClip, FlatParameters, KeyNetwork, QueryNetwork, clip_units, contrastive_loss
 from pipeline import Batch
 
-from .recipes import Config, RunConfig, learning_rate, momentum_coefficient
+from .recipes import Config, ImagesConfig, learning_rate, momentum_coefficient
 from .session import new_encoder, plan_patches
 
 FIGURES = "loss", "similarity", "feature_std"  # what a step returns
@@ -159,7 +159,7 @@ class Training:
         return self.flat.own(tensor) if tensor.shape == (self.flat.whole_size,) else tensor
 
 
-def in_half(config: RunConfig, device: torch.device) -> bool:
+def in_half(config: ImagesConfig, device: torch.device) -> bool:
     """Whether products and activations are bfloat16, not float32."""
     if config.precision == "auto":
         return device.type == "cuda" or torch.cpu._is_amx_tile_supported()

@@ -20,11 +20,11 @@ from typing import ClassVar, Literal
 
 from pipeline import LabelledAugmentation
 
-from .recipes import RunConfig, check
+from .recipes import ImagesConfig, check
 
 
 @dataclass(frozen=True)
-class TuneConfig(RunConfig):
+class TuneConfig(ImagesConfig):
     """Fine-tune an encoder on labelled images, or train one from scratch in the same way.
 
     A recipe gives every other option its default; `--recipe NAME --help` shows the defaults of that recipe.
@@ -79,7 +79,7 @@ class TuneConfig(RunConfig):
     augmentation: LabelledAugmentation = field(default_factory=LabelledAugmentation)
 
     PROGRAM: ClassVar[str] = "finetune.py"
-    FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (*RunConfig.FREE_ON_RESUME, "eval_every", "probe_images")
+    FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (*ImagesConfig.FREE_ON_RESUME, "eval_every", "probe_images")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,13 +2,16 @@
 
 import copy
 import json
+import shutil
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from pipeline.coco import Batches, CocoData, EvaluationImages, TrainingImages
+from pipeline import TooManyBadFiles
+from pipeline.coco import CocoData
+from pipeline.detection import CocoLoader, EvaluationImages, TrainingImages
 from pipeline.scenes import KINDS, make_scenes
 from run.coco import as_results, average_precision
 
@@ -151,7 +154,7 @@ def test_annotations_that_are_broken_are_refused(stored, whole, said):
 @pytest.mark.parametrize("scale", [(0.3, 0.9), (1.0, 1.0), (1.5, 3.0)])
 def test_masks_and_boxes_go_with_the_picture(stored, scale):
     """The object is white on black, wherever scale, crop and flip have put it."""
-    images = TrainingImages(stored(GOOD), size=64, scale=scale, seed=3)
+    images = TrainingImages(stored(GOOD), size=64, scale=scale, seed=3, limit=0)
     seen = 0
     for epoch in range(30):
         image, target, bad = images[epoch, 0]
@@ -179,27 +182,63 @@ def test_images_that_cannot_be_read_are_named(stored, tmp_path):
     turned[274] = 6
     Image.new("RGB", (HEIGHT, WIDTH)).save(tmp_path / "0.png", exif=turned)  # upright it has the size that it should
     Image.new("RGB", (WIDTH, HEIGHT)).save(tmp_path / "9.png", exif=turned)
-    images = TrainingImages(data, size=64, scale=(1, 1), seed=0)
-    assert list(images[0, 0][2]) == ["5.png"] and not images[0, 1][2]
-    assert list(images[0, 2][2]) == ["9.png", "5.png"]  # the first image comes after the last
+    images = TrainingImages(data, size=64, scale=(1, 1), seed=0, limit=2)
+    assert list(images[0, 0][2]) == [0] and not images[0, 1][2]
+    assert list(images[0, 2][2]) == [2, 0]  # the first image comes after the last
     whole = EvaluationImages(data, size=64)
     assert whole[0][1] is None and whole[1][1].shape == (3, 43, 64)
-    assert "60 x 40 pixels, not 40 x 60" in whole[2][2]
+    wrong = "60 x 40 pixels, not 40 x 60 as annotated"
+    assert whole[2][2] == wrong and data.check() == {0: "not an image", 2: wrong}
     (tmp_path / "0.png").unlink()
-    with pytest.raises(ValueError, match="images in a row"):
-        images[0, 0]
+    for limit in (0, 1):
+        few = TrainingImages(data, size=64, scale=(1, 1), seed=0, limit=limit)
+        assert few[0, 0][0] is None and list(few[0, 0][2]) == [*range(limit + 1)]
 
 
-def test_batches_pass_over_all_images_and_go_on_anywhere():
-    whole = list(Batches(10, 3, seed=-1, start=0, end=9))
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory):
+    return CocoData(*make_scenes(tmp_path_factory.mktemp("scenes") / "data", train=10, evaluation=1)["train"])
+
+
+def loader(data, batch_size, **more):
+    settings = {"size": 32, "scale": (0.5, 2.0), "seed": -1, "device": torch.device("cpu"), "workers": 0} | more
+    return CocoLoader(data, batch_size=batch_size, **settings)
+
+
+def test_batches_pass_over_all_images_and_go_on_anywhere(scenes):
+    whole = [loader(scenes, 3).samples(number) for number in range(9)]
     for epoch in range(3):
         places = [at for batch in whole[3 * epoch : 3 * epoch + 3] for at in batch]
-        assert {e for e, _ in places} == {epoch} and len({at for _, at in places}) == 9
-    assert list(Batches(10, 3, seed=-1, start=4, end=9)) == whole[4:]
-    assert whole[:3] != [[(0, at) for _, at in batch] for batch in whole[3:6]]
-    ranks = [list(Batches(12, 4, seed=1, start=0, end=6, rank=rank, ranks=2)) for rank in (0, 1)]
-    for parts, batch in zip(zip(*ranks, strict=True), Batches(12, 4, seed=1, start=0, end=6), strict=True):
-        assert sorted(parts[0] + parts[1]) == sorted(batch)
+        assert len(set(places)) == 9 and set(places) <= set(range(10))
+    assert [loader(scenes, 3).samples(number) for number in (7, 4)] == [whole[7], whole[4]]
+    assert whole[:3] != whole[3:6]
+    one, *parts = loader(scenes, 4), *(loader(scenes, 4, rank=rank, ranks=2) for rank in (0, 1))
+    for number in range(6):
+        assert sorted([*parts[0].samples(number), *parts[1].samples(number)]) == sorted(one.samples(number))
+    for batch_size, ranks in ((11, 1), (5, 2)):
+        with pytest.raises(ValueError, match=f"--batch-size {batch_size}: expected"):
+            loader(scenes, batch_size, ranks=ranks)
+
+
+def test_bad_images_give_the_same_batches_known_or_not(scenes, tmp_path):
+    """The next one stands in, found by a worker or, when the run goes on, skipped; too many end it."""
+    shutil.copytree(scenes.annotations.parent, tmp_path / "data")
+    data = CocoData(tmp_path / "data" / "train.json", tmp_path / "data" / "train")
+    for position in (3, 4):
+        (data.root / data.paths[position]).write_bytes(b"no image")
+    finding, knowing = loader(data, 5), loader(data, 5, workers=1)
+    found = list(finding.batches(0, 4))
+    assert finding.bad.keys() == {3, 4}
+    knowing.bad.update(finding.bad)
+    for one, other in zip(found, knowing.batches(0, 4), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
+        assert all(torch.equal(a["boxes"], b["boxes"]) for a, b in zip(one[1], other[1], strict=True))
+    assert not {3, 4} & {position for number in range(4) for position in knowing.samples(number)}
+    for share in (0.0, 1.0):
+        with pytest.raises(TooManyBadFiles, match=r"10 images in .* at most [09] may: 0000\d.jpg: "):
+            for path in data.paths if share else []:
+                (data.root / path).write_bytes(b"no image")
+            list(loader(data, 5, max_bad=share).batches(0, 2))
 
 
 def test_scenes_are_what_their_annotations_say(tmp_path):

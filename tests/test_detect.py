@@ -1,13 +1,17 @@
 """The whole program on generated scenes, as a user calls it: it learns, goes on where it was, refuses what is wrong."""
 
+import dataclasses
 import importlib.util
 import json
+import re
 import shutil
 
 import pytest
 import torch
-from conftest import run_program
+from conftest import ROOT, run_program
+from PIL import Image
 
+import finetune
 from detect import main, parse
 from model import create_encoder, timm_arguments
 from model.export import export_encoder
@@ -15,7 +19,8 @@ from pipeline.coco import CocoData
 from pipeline.scenes import make_scenes
 from run import checkpoint
 from run.coco import evaluate
-from run.detection import DetectionConfig, learning_rate, new_detector, new_optimizer
+from run.detection import RECIPES, SPLITS, DetectionConfig, learning_rate, new_detector, new_optimizer
+from run.progress import TooManySkipped
 from run.ranks import Ranks
 
 pytest.importorskip("pycocotools")
@@ -125,6 +130,68 @@ def test_goes_on_where_it_was_bit_for_bit(scenes, tmp_path, one_thread, capsys):
         assert ended.value.code == 2 and why in capsys.readouterr().err
 
 
+@pytest.fixture
+def few(tmp_path):
+    """Options that name 12 scenes to train on, 2 to evaluate on; and the folder with the images of both."""
+    root = tmp_path / "few"
+    make_scenes(root, train=12, evaluation=2)
+    options = [(f"--{split}-annotations", f"{root / split}.json") for split in ("train", "eval")]
+    options += [(f"--{split}-images", str(root / split)) for split in ("train", "eval")]
+    return [*QUICK, *(word for pair in options for word in pair)], root
+
+
+def test_bad_images_are_named_and_trained_around(few, tmp_path, capsys):
+    options, root = few
+    Image.new("RGB", (50, 40)).save(root / "train" / "00003.jpg")
+    (root / "train" / "00005.jpg").write_bytes(b"no image")
+    for split in ("train", "eval"):  # what its header does not tell
+        cut = root / split / "00001.jpg"
+        cut.write_bytes(cut.read_bytes()[:-300])
+    with pytest.raises(SystemExit) as ended:
+        main([*options, "--output", str(tmp_path / "run"), "--max-bad", "0"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and "2 of 12 files cannot be used, at most 0 may (--max-bad 0.0)" in said
+    for steps in ("3", "4"):  # 3 are an epoch
+        main([*options, "--output", str(tmp_path / "run"), "--epochs", "2", "--max-steps", steps])
+        said = capsys.readouterr().out
+        assert "left out 3 of 12 files" in said and "1 images cannot be read, nothing is found in them" in said
+        rejected = [json.loads(line) for line in (tmp_path / "run" / "rejected.jsonl").read_text().splitlines()]
+        assert [line["path"] for line in rejected] == ["00001.jpg", "00003.jpg", "00005.jpg"]
+        assert "truncated" in rejected[0]["reason"] and rejected[2]["reason"] == "not an image"
+        assert rejected[1]["reason"].startswith("40 x 50 pixels, not ")
+    assert lines(tmp_path / "run")[-1]["eval_unread"] == 1
+
+
+def test_gradients_that_are_never_finite_stop_the_run(few, tmp_path):
+    more = "--epochs", "9", "--lr", "1e38", "--log-every", "9", "--warmup-steps", "0"
+    with pytest.raises(TooManySkipped, match=r"steps in a row until step \d+ had no finite gradient; .*skipped\.json"):
+        main([*few[0], *more, "--output", str(tmp_path / "run")])
+    dumped = json.loads((tmp_path / "run" / "skipped.json").read_text())
+    assert all((few[1] / "train" / path).exists() for batch in dumped["batches"] for path in batch["images"])
+    assert [len(batch["images"]) for batch in dumped["batches"]] == [4] * 9
+
+
+def test_folders_of_other_programs_and_other_data_are_refused(undisturbed, photos, few, trained, tmp_path, capsys):
+    data = "--data", str(photos), "--eval-data", str(photos), "--batch-size", "8"
+    for program, arguments, said in (
+        (main, [*few[0], "--output", str(undisturbed[0])], f"{undisturbed[0]} holds a run of train.py; expected"),
+        (finetune.main, [*data, "--output", str(trained)], f"{trained} holds a run of detect.py; expected another"),
+        (main, [*LEARNS, *few[0][len(QUICK) :], "--output", str(trained)], "holds a run on other annotations than"),
+        (main, [*LEARNS, *few[0][len(QUICK) :], "--output", str(trained), "--resume", "never"], "--resume never"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            program(["--device", "cpu", *arguments])
+        error = capsys.readouterr().err
+        assert ended.value.code == 2 and said in error and error.count("\n") == 1
+
+
+def test_every_option_is_read_somewhere():
+    code = "".join(path.read_text() for path in (ROOT / "detect.py", *(ROOT / "run").glob("*.py")))
+    options = {field.name for field in dataclasses.fields(DetectionConfig)}
+    places = {f"{split}_{what}" for split in SPLITS for what in ("annotations", "images")}  # by their parts
+    assert not {name for name in options - places if not re.search(rf"config\.{name}\b", code)}
+
+
 def test_starts_from_a_pretrained_encoder(scenes, tmp_path):
     sizes = timm_arguments(image_size=32, patch_size=8, depth=2)
     name = "vit_tiny_patch16_224"
@@ -142,7 +209,9 @@ def test_starts_from_a_pretrained_encoder(scenes, tmp_path):
 
 def test_learning_rates_by_layer_and_step():
     """Of ViTDet: 0.7 to the power of the layers above, weights only decay; a tenth after 8/9 of the steps."""
-    config = DetectionConfig(model="vit_tiny_patch16_224", image_size=64, window=0, width=8, warmup_steps=10)
+    config = dataclasses.replace(
+        RECIPES["coco"], model="vit_tiny_patch16_224", image_size=64, window=0, width=8, warmup_steps=10
+    )
     detector = new_detector(config, 4)
     of = {
         id(parameter): (group["lr_scale"], group["weight_decay"])
@@ -201,17 +270,17 @@ def test_half_precision_does_not_reach_the_boxes(scenes):
         (("--window", "5"), "--window 5 does not divide the 8 x 8 patches"),
         (("--encoder", "nowhere"), "nowhere does not exist"),
         (("--model", "resnet18"), "--model resnet18"),
-        (("--batch-size", "1000"), "--batch-size 1000: expected at most"),
+        (("--batch-size", "1000"), "--batch-size 1000: expected a multiple of the 1 ranks and at most 160"),
+        (("--eval-images", "{images}"), "of 32 files cannot be used, at most 20 may"),
         (("--scale", "2", "1"), "--scale"),
-        (("--lr", "nan"), "--lr nan: expected a number above 0"),
+        (("--lr", "nan"), "--lr nan: expected 0 or more"),
         (("--output", "{train}"), "is a file; expected a folder"),
-        (("--output", "{folder}"), "holds no run"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
 def test_wrong_configurations_stop_before_any_work(scenes, tmp_path, capsys, arguments, said):
     options, data = scenes
-    places = {"train": data["train"].annotations, "folder": data["train"].root}
+    places = {"train": data["train"].annotations, "images": data["train"].root}
     given = [argument.format(**places) for argument in arguments]
     if "annotations" not in given[0]:
         given = [*options, *given]
