@@ -32,7 +32,7 @@ def device() -> torch.device:
 
 @functools.cache
 def describe() -> dict:
-    """Card or processor, driver, clock now and at most (MHz; of the card its SMs'), versions (None: not installed), thread
+    """Card or processor, driver, clock now and, of a card's SMs, at most (MHz), versions (None: not installed), thread
     counts, commit ("+" where files differ)."""
     on_gpu = torch.cuda.is_available()
     return {
