@@ -192,7 +192,9 @@ def _learning(d):
         text = f"{accuracy(row['top1'], row['top1_spread'])} after fine-tuning; runs: {row['runs']}"
         if row["knn"] is not None:
             text += f"; k-NN {accuracy(row['knn'], row['knn_spread'])}, untrained {row['knn_untrained']:.1f} %"
-        yield f"accuracy: {row['arm']}", text
+        parts = ("pretraining", row["steps"]), ("fine-tuning", row["tuning_steps"])
+        steps = ", ".join(f"{count:,} steps of {what}" for what, count in parts if count)
+        yield f"accuracy: {row['arm']}; {steps}", text
 
 
 def _baselines(d):

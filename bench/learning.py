@@ -26,12 +26,15 @@ def table(folder: Path) -> list[dict]:
     """A row for each arm that has complete runs; accuracies in percent."""
     rows = []
     for arm, what in ARMS.items():
-        tuned = _figures(folder, rf"{arm}-\d+-tuned", "top1")
-        knn = _figures(folder, rf"{arm}-\d+", "knn_trained")
-        untrained = _figures(folder, rf"{arm}-\d+", "knn_untrained")
+        pretrained, finetuned = rf"{arm}-\d+", rf"{arm}-\d+-tuned"
+        tuned = _figures(folder, finetuned, "top1")
+        knn = _figures(folder, pretrained, "knn_trained")
+        untrained = _figures(folder, pretrained, "knn_untrained")
+        steps, tuning_steps = (_figures(folder, runs, "step") for runs in (pretrained, finetuned))
         if tuned or knn:
             rows.append({
-                "arm": what, "runs": len(tuned), "top1": _mean(tuned), "top1_spread": _spread(tuned),
+                "arm": what, "steps": int(max(steps, default=0)), "tuning_steps": int(max(tuning_steps, default=0)),
+                "runs": len(tuned), "top1": _mean(tuned), "top1_spread": _spread(tuned),
                 "knn": _mean(knn), "knn_spread": _spread(knn), "knn_untrained": _mean(untrained),
             })  # fmt: skip
     return rows
