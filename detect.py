@@ -13,6 +13,7 @@ import json
 import os
 import sys
 
+from model.export import write_weights
 from pipeline.detection import CocoLoader
 from run import checkpoint, program
 from run.coco import evaluate, table
@@ -39,10 +40,10 @@ def main(arguments: list[str]) -> None:
         data, bad, evaluation = open_data(config, ranks)
         loader = CocoLoader(
             data, size=config.image_size, scale=config.scale, batch_size=config.batch_size, seed=config.seed,
-            device=ranks.device, workers=config.workers, rank=ranks.rank, ranks=ranks.count, max_bad=config.max_bad,
+            device=ranks.device, workers=processes(config), rank=ranks.rank, ranks=ranks.count, max_bad=config.max_bad,
         )  # fmt: skip
         loader.bad.update(bad)
-        detector = new_detector(config, len(data.categories))
+        detector, description = new_detector(config, len(data.categories))
         state, damaged = open_output(config, data, ranks)
     except (ValueError, OSError) as error:
         if os.environ.get("RANK", "0") == "0":
@@ -101,6 +102,9 @@ def main(arguments: list[str]) -> None:
         ranks.leave()
         report.say(f"stopped on request after step {step}, which is saved; the same command goes on from there")
         sys.exit(STOPPED)
+    if ranks.first:
+        weights = config.output / "detector.safetensors"
+        report.say(f"detector: {write_weights(detector, weights, description | {'classes': data.classes})}")
     if evaluation is None:
         report.say("no --eval-annotations: no average precision")
     else:
@@ -110,8 +114,9 @@ def main(arguments: list[str]) -> None:
 
 def score(config: DetectionConfig, detector, evaluation, report: Report, step: int) -> None:
     """Average precision, said and recorded; all detections go to ``detections.json``."""
+    report.say(f"looking for objects in {len(evaluation):,} images, for the average precision")
     figures, results, unread = evaluate(
-        detector, evaluation, size=config.image_size, workers=config.workers, ranks=report.ranks
+        detector, evaluation, size=config.image_size, workers=processes(config), ranks=report.ranks
     )
     if unread:
         reasons = ((evaluation.paths[position], reason) for position, reason in unread.items())
@@ -121,6 +126,11 @@ def score(config: DetectionConfig, detector, evaluation, report: Report, step: i
         known = {name: figure for name, figure in figures.items() if figure is not None}
         report.record({"step": step, "eval_images": len(evaluation), "eval_unread": len(unread), **known})
         report.say(f"average precision on {len(evaluation):,} images, in percent:\n{table(figures)}")
+
+
+def processes(config: DetectionConfig) -> int:
+    """More than there are cores would only be in each other's way."""
+    return min(config.workers, len(os.sched_getaffinity(0)))
 
 
 def parse(arguments: list[str]) -> DetectionConfig:

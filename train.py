@@ -58,8 +58,10 @@ def main(arguments: list[str]) -> None:
 
     training = Training(config, ranks.device, ranks=ranks.count)
     start = state["step"] if state else 0
-    work = training.flop_per_pair * config.batch_size / (ranks.count * product_rate(ranks.device, half=training.half))
-    rates = {"images_per_second": config.batch_size / groups, "pairs_per_second": config.batch_size, "mfu": work}
+    rates = {"images_per_second": config.batch_size / groups, "pairs_per_second": config.batch_size}
+    if ranks.device.type == "cuda":
+        peak = ranks.count * product_rate(ranks.device, half=training.half)
+        rates["mfu"] = training.flop_per_pair * config.batch_size / peak
     report = Report(
         config.output, ranks, figures=FIGURES, rates=rates, every=config.log_every, start=start, total=steps,
         steps_per_epoch=steps_per_epoch,

@@ -207,6 +207,9 @@ def measured(a: str, b: str, subject: list[str], turns: int) -> tuple[dict, dict
                 for tree, results in zip(trees, found, strict=True):
                     print(f"turn {turn + 1} of {turns}: {tree.name.upper()}", file=sys.stderr)
                     results.append(run(tree, subject))
+                one, other = (dict(figures(results[0])) for results in found)
+                if not one.keys() & other.keys():
+                    raise ValueError(f"{' '.join(subject)} gives no times and no rates; expected another --subject")
         finally:
             for tree in trees:
                 git("worktree", "remove", "--force", tree)

@@ -4,14 +4,18 @@ Two convolutions in the proposal head, four and one linear layer in the box head
 with layer normalisation (arXiv 2203.16527). torchvision is imported where it is used.
 """
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from timm.layers import LayerNorm2d
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+from .encoder import create_plain
 from .pyramid import SimpleFeaturePyramid
 
 
@@ -56,6 +60,22 @@ def _in_float32(module: nn.Module, inputs: Any, outputs: Any) -> Any:
     if isinstance(outputs, Tensor):
         return outputs.float()
     return type(outputs)(_in_float32(module, inputs, part) for part in outputs)
+
+
+def load_detector(folder: Path) -> tuple[nn.Module, list[str]]:
+    """What a run of detect.py has left: a detector in evaluation mode, on the CPU, and the names of its labels from 1.
+
+    ``detector.json`` holds "encoder" (what ``timm.create_model`` takes), "arguments" (of ``create_detector``) and
+    "classes". OSError or ValueError where the files are not there or do not fit each other.
+    """
+    known = json.loads((folder / "detector.json").read_text())
+    vit = create_plain(known["encoder"]["model"], known["encoder"]["arguments"])
+    detector = create_detector(vit, **known["arguments"], seed=0)
+    try:
+        detector.load_state_dict(load_file(folder / "detector.safetensors"))
+    except RuntimeError as error:
+        raise ValueError(f"{folder / 'detector.safetensors'} does not fit detector.json ({error})") from None
+    return detector.eval(), known["classes"]
 
 
 @torch.inference_mode()

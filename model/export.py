@@ -12,6 +12,7 @@ from typing import Any
 
 from safetensors.torch import save
 from timm.models.vision_transformer import VisionTransformer
+from torch import nn
 
 from .encoder import create_plain
 
@@ -30,13 +31,16 @@ def export_encoder(
     and ``std`` are per channel, of pixels in [0, 1]; ``training`` says where the encoder comes from. ``stem``: another
     name for both files; ``more`` goes into the JSON as it is.
     """
-    state = {key: tensor.detach().cpu().contiguous() for key, tensor in vit.state_dict().items()}
-    path = folder / f"{stem}.safetensors"
+    description = {"model": name, "arguments": arguments, "mean": list(mean), "std": list(std), "training": training}
+    return write_weights(vit, folder / f"{stem}.safetensors", description | more)
+
+
+def write_weights(module: nn.Module, path: Path, description: dict[str, Any]) -> Path:
+    """Writes the state dict of a module as safetensors, whole or not at all, and its description as JSON beside it."""
+    state = {key: tensor.detach().cpu().contiguous() for key, tensor in module.state_dict().items()}
     partial = path.with_name(path.name + ".partial")
     partial.write_bytes(save(state, metadata={"format": "pt"}))  # save_file() would make it readable to its owner alone
     partial.replace(path)
-    description = {"model": name, "arguments": arguments, "mean": list(mean), "std": list(std), "training": training}
-    description |= more
     path.with_suffix(".json").write_text(json.dumps(description, indent=2) + "\n")
     return path
 

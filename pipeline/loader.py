@@ -63,7 +63,10 @@ class Loader:
         if batch_size < 1 or batch_size % ranks:
             raise ValueError(f"batch size {batch_size}: expected a positive multiple of the {ranks} ranks")
         if len(index) < batch_size:
-            raise ValueError(f"{len(index)} images in {index.root}: expected at least one batch of {batch_size}")
+            raise ValueError(
+                f"{len(index)} images in {index.root}: expected at least one batch of {batch_size}, or a smaller "
+                "--batch-size"
+            )
         self.index, self.augmentation, self.seed = index, augmentation, seed
         self.device, self.max_bad = torch.device(device), max_bad
         self.batches_per_epoch = len(index) // batch_size

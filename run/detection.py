@@ -132,21 +132,25 @@ def learning_rate(config: DetectionConfig, step: int, steps: int) -> float:
     return config.lr * (1 if step < steps * 8 // 9 else 0.1 if step < steps * 26 // 27 else 0.01)
 
 
-def new_detector(config: DetectionConfig, categories: int) -> nn.Module:
-    """The detector of a config before any training; ValueError for an encoder that cannot be loaded or does not fit."""
+def new_detector(config: DetectionConfig, categories: int) -> tuple[nn.Module, dict[str, Any]]:
+    """The detector of a config before any training, and what ``load_detector`` has to know of it; ValueError for an
+    encoder that cannot be loaded or does not fit."""
     more = {"drop_path_rate": config.drop_path}
     if config.encoder == "none":
         sizes = timm_arguments(image_size=config.image_size, patch_size=config.patch_size, depth=config.depth)
         name = config.model or NEW[config.recipe]
         vit = create_encoder(name, sincos=True, frozen_patch_embed=False, seed=config.seed, **sizes, **more)
-        known = vit.pretrained_cfg
+        known = {key: vit.pretrained_cfg[key] for key in ("mean", "std")} | {"model": name, "arguments": sizes}
     else:
         source = Path(config.encoder).expanduser()
         vit, known = load_encoder(source, model=config.model, image_size=config.image_size, **more)
-    return create_detector(
-        vit, categories=categories, width=config.width, window=config.window, proposals=config.proposals,
-        mean=known["mean"], std=known["std"], seed=config.seed,
-    )  # fmt: skip
+        known["arguments"].pop("drop_path_rate")  # of the training, not of the model
+    arguments = {
+        "categories": categories, "width": config.width, "window": config.window, "proposals": config.proposals,
+        "mean": known["mean"], "std": known["std"],
+    }  # fmt: skip
+    description = {"encoder": {key: known[key] for key in ("model", "arguments")}, "arguments": arguments}
+    return create_detector(vit, **arguments, seed=config.seed), description
 
 
 def new_optimizer(config: DetectionConfig, detector: nn.Module) -> torch.optim.AdamW:
@@ -219,6 +223,9 @@ def open_data(config: DetectionConfig, ranks: Ranks) -> tuple[CocoData, dict[int
         raise ValueError(
             f"{evaluation.annotations} has other categories than {training.annotations} ({named}); expected the same"
         )
+
+    if not training.usable:
+        raise ValueError(f"{training.annotations} has no object to train on; expected some with an area, beside crowds")
 
     def check_images() -> dict[int, str]:
         bad: dict[str, dict[int, str]] = {}

@@ -152,7 +152,7 @@ def _read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             "training": {"method": "APS", "recipe": config["recipe"], "steps": step, "images": images},
         }  # fmt: skip
     except (KeyError, TypeError, ValueError):
-        raise ValueError(f"{path} is not a checkpoint of a run") from None
+        raise ValueError(f"{path} is not a checkpoint of a run of train.py; expected one of those") from None
     prefix = "encoder."
     return description, {key.removeprefix(prefix): t for key, t in network.items() if key.startswith(prefix)}
 

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable
 from typing import TypeVar
 
+from torch.distributed import DistBackendError
+
 from pipeline import TooManyBadFiles
 
 from .progress import TooManySkipped
@@ -36,7 +38,13 @@ def run(program: str, main: Callable[[list[str]], None]) -> None:
     except TooManySkipped as error:
         sys.exit(f"{program}: {error}. Lower --lr, or look at these images")
     except OSError as error:  # of the output folder: DALI reads the images, and its errors are RuntimeErrors
-        sys.exit(f"{program}: {error}; what was saved before is intact, and {GOES_ON}")
+        where = "" if error.filename else " in the output folder"
+        sys.exit(f"{program}: {error}{where}; what was saved before is intact, and {GOES_ON}")
+    except RuntimeError as error:
+        # torch has no class of its own for what the end of another rank does to a collective of gloo.
+        if not (isinstance(error, DistBackendError) or "by peer" in str(error)):
+            raise
+        sys.exit(f"{program}: another rank has ended ({str(error).splitlines()[0]}); {GOES_ON}")
     except KeyboardInterrupt:
         print(f"{program}: interrupted; {GOES_ON}", file=sys.stderr)
         sys.exit(STOPPED)

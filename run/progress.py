@@ -19,13 +19,13 @@ from .ranks import Ranks
 
 IN_A_ROW = 5  # steps without a finite gradient, after which a run has no hope
 SHOWN = {  # how the figures of a line look on the screen; the others are in metrics.jsonl only
-    "loss": "loss {:.4f}",
-    "similarity": "similarity {:.3f}",
-    "feature_std": "spread {:.3f}",
-    "images_per_second": "{:,.0f} images/s",
-    "pairs_per_second": "{:,.0f} pairs/s",
-    "mfu": "MFU {:.1%}",
-    "data_wait": "waiting for data {:.1%}",
+    "loss": "loss {:.4f}".format,
+    "similarity": "similarity {:.3f}".format,
+    "feature_std": "spread {:.3f}".format,
+    "images_per_second": lambda rate: f"{rate:,.{0 if rate >= 10 else 2}f} images/s",
+    "pairs_per_second": lambda rate: f"{rate:,.{0 if rate >= 10 else 2}f} pairs/s",
+    "mfu": "MFU {:.1%}".format,
+    "data_wait": "waiting for data {:.1%}".format,
 }
 
 
@@ -154,7 +154,7 @@ class Report:
         self.count = state["count"]
 
     def _show(self, record: dict) -> None:
-        figures = [form.format(record[name]) for name, form in SHOWN.items() if name in record]
+        figures = [form(record[name]) for name, form in SHOWN.items() if name in record]
         if record["skipped"]:
             figures.append(f"{record['skipped']:,} steps skipped")
         figures = "  ".join(figures)

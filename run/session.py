@@ -35,7 +35,7 @@ KEPT = "run.npz"  # in the folder index: the index that the run was begun with
 CHANGED = "not the file that it was"
 OURS = (  # beside config.json
     "checkpoints", "metrics.jsonl", "rejected.jsonl", "skipped.json", "encoder.safetensors", "encoder.json",
-    "model.safetensors", "model.json", "detections.json",
+    "model.safetensors", "model.json", "detections.json", "detector.safetensors", "detector.json",
 )  # fmt: skip
 _locks: dict[Path, int] = {}  # descriptors of files that are locked as long as this process lives
 
@@ -136,8 +136,13 @@ def check_share(config: RunConfig, data: str, index: Data, bad: dict[int, str]) 
 
 
 def _check_folder(config: RunConfig) -> None:
-    if config.output.exists() and not config.output.is_dir():
-        raise ValueError(f"--output {config.output} is a file; expected a folder")
+    output = config.output.absolute()
+    there = next(path for path in (output, *output.parents) if path.exists())
+    if not there.is_dir():
+        what = "is a file" if there == output else f"is below {there}, which is a file"
+        raise ValueError(f"--output {config.output} {what}; expected a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"--output {config.output}: {there} cannot be written to; expected a folder that can")
 
 
 def open_output(config: RunConfig, index: Data, ranks: Ranks) -> tuple[dict[str, Any] | None, list[str]]:
@@ -156,7 +161,12 @@ def open_output(config: RunConfig, index: Data, ranks: Ranks) -> tuple[dict[str,
                 f"--output {config.output} holds {there[0]} but no config.json, so it is not known which run that is; "
                 "expected another folder, or its removal"
             )
-        (config.output / "checkpoints").mkdir(parents=True, exist_ok=True)
+        try:
+            (config.output / "checkpoints").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"--output {config.output} cannot be made ({error.strerror}); expected a folder that can be written to"
+            ) from None
         lock(config.output)
         if not new:
             _check_same_run(path, described, config, index)

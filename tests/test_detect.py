@@ -14,6 +14,7 @@ from PIL import Image
 import finetune
 from detect import main, parse
 from model import create_encoder, timm_arguments
+from model.detector import load_detector
 from model.export import export_encoder
 from pipeline.coco import CocoData
 from pipeline.scenes import make_scenes
@@ -73,8 +74,10 @@ def test_learns_to_find_and_outline(scenes, trained):
     """Measured with five seeds: AP50 of 38 to 52 % for boxes and 37 to 50 % for masks, from 0."""
     options, data = scenes
     config = parse([*LEARNS, *options])
-    untrained = new_detector(config, 4)
-    before, *_ = evaluate(untrained, data["eval"], size=config.image_size, workers=0, ranks=Ranks.join("cpu"))
+    untrained, _ = new_detector(config, 4)
+    loaded, classes = load_detector(trained)
+    how = {"size": config.image_size, "workers": 0, "ranks": Ranks.join("cpu")}
+    (before, *_), (again, *_) = (evaluate(detector, data["eval"], **how) for detector in (untrained, loaded))
     logged = lines(trained)
     after = logged[-1]
     assert after["step"] == 200 and after["eval_images"] == 32
@@ -85,6 +88,8 @@ def test_learns_to_find_and_outline(scenes, trained):
     assert logged[4]["loss"] < 0.8 * logged[0]["loss"]
     found = json.loads((trained / "detections.json").read_text())
     assert {one["category_id"] for one in found} <= set(data["eval"].categories)
+    assert classes == list(data["eval"].classes)
+    assert {name: figure for name, figure in again.items() if figure is not None}.items() <= after.items()
 
 
 def test_two_ranks_train_and_count_each_image_once(scenes, trained, tmp_path):
@@ -151,14 +156,17 @@ def test_bad_images_are_named_and_trained_around(few, tmp_path, capsys):
         main([*options, "--output", str(tmp_path / "run"), "--max-bad", "0"])
     said = capsys.readouterr().err
     assert ended.value.code == 2 and "2 of 12 files cannot be used, at most 0 may (--max-bad 0.0)" in said
-    for steps in ("3", "4"):  # 3 are an epoch
+    for steps, gone in (("3", []), ("4", ["00007.jpg"])):  # 3 are an epoch
+        for name in gone:
+            (root / "train" / name).unlink()
         main([*options, "--output", str(tmp_path / "run"), "--epochs", "2", "--max-steps", steps])
         said = capsys.readouterr().out
-        assert "left out 3 of 12 files" in said and "1 images cannot be read, nothing is found in them" in said
+        assert f"left out {3 + len(gone)} of 12 files" in said
+        assert "1 images cannot be read, nothing is found in them" in said
         rejected = [json.loads(line) for line in (tmp_path / "run" / "rejected.jsonl").read_text().splitlines()]
-        assert [line["path"] for line in rejected] == ["00001.jpg", "00003.jpg", "00005.jpg"]
+        assert [line["path"] for line in rejected] == ["00001.jpg", "00003.jpg", "00005.jpg", *gone]
         assert "truncated" in rejected[0]["reason"] and rejected[2]["reason"] == "not an image"
-        assert rejected[1]["reason"].startswith("40 x 50 pixels, not ")
+        assert rejected[1]["reason"].startswith("is 50 pixels wide and 40 high, not ")
     assert lines(tmp_path / "run")[-1]["eval_unread"] == 1
 
 
@@ -199,7 +207,7 @@ def test_starts_from_a_pretrained_encoder(scenes, tmp_path):
     statistics = {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}
     export_encoder(vit, tmp_path, name=name, arguments=sizes, training={}, **statistics)
     config = parse([*QUICK, "--encoder", str(tmp_path), "--window", "4"])
-    detector = new_detector(config, 4)
+    detector, _ = new_detector(config, 4)
     assert detector.transform.image_mean == statistics["mean"] and detector.transform.image_std == statistics["std"]
     loaded = detector.backbone.vit.state_dict()
     for key, tensor in vit.state_dict().items():
@@ -212,7 +220,7 @@ def test_learning_rates_by_layer_and_step():
     config = dataclasses.replace(
         RECIPES["coco"], model="vit_tiny_patch16_224", image_size=64, window=0, width=8, warmup_steps=10
     )
-    detector = new_detector(config, 4)
+    detector, _ = new_detector(config, 4)
     of = {
         id(parameter): (group["lr_scale"], group["weight_decay"])
         for group in new_optimizer(config, detector).param_groups
@@ -234,7 +242,7 @@ def test_learning_rates_by_layer_and_step():
 def test_half_precision_does_not_reach_the_boxes(scenes):
     """Under bfloat16 as on a GPU: the losses are about those of float32, proposals and anchors stay in float32."""
     config = parse(list(QUICK))
-    detector = new_detector(config, 4)
+    detector, _ = new_detector(config, 4)
     images = [torch.rand(3, 64, 48), torch.rand(3, 40, 64)]
     targets = [
         {
@@ -264,7 +272,7 @@ def test_half_precision_does_not_reach_the_boxes(scenes):
     [
         (("--train-annotations", "{train}"), "--train-images"),
         (("--eval-annotations", "{train}", "--eval-images", "."), "expected both or neither"),
-        (("--train-annotations", "{train}", "--train-images", "."), "160 of the 160 images"),
+        (("--train-annotations", "{train}", "--train-images", "."), "160 of 160 files cannot be used"),
         (("--train-annotations", "gone.json", "--train-images", "."), "gone.json"),
         (("--image-size", "100"), "--image-size 100: expected a multiple of 32"),
         (("--window", "5"), "--window 5 does not divide the 8 x 8 patches"),
