@@ -44,7 +44,9 @@ def run(program: str, main: Callable[[list[str]], None]) -> None:
         # torch has no class of its own for what the end of another rank does to a collective of gloo.
         if not (isinstance(error, DistBackendError) or "by peer" in str(error)):
             raise
-        sys.exit(f"{program}: another rank has ended ({str(error).splitlines()[0]}); {GOES_ON}")
+        sys.exit(f"{program}: another rank has ended; {GOES_ON}")
     except KeyboardInterrupt:
         print(f"{program}: interrupted; {GOES_ON}", file=sys.stderr)
         sys.exit(STOPPED)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to save; no traceback out of an exit handler
