@@ -51,7 +51,7 @@ PARTS = (
     Part("step_vit_b", "step --recipe imagenet-vit-b --batch-size 512", 120, None, STEP, where="gpu"),
     Part("step", "step --recipe toy --batch-size 64 --turns 4 --modes plain float32 eager", 0, None, STEP, where="cpu"),
     Part("pipeline", "pipeline", 60, "pipeline --batch-size 32 --batches 5", INPUT, images=True),
-    Part("train", "train", 60, "train --recipe toy --batch-size 64 --steps 48 --ranks 1 2", STEP, images=True),
+    Part("train", "train", 60, "train --recipe toy --batch-size 256 --steps 48 --ranks 1 2", STEP, images=True),
     Part("soak", "soak", 300, "soak --batches 400", INPUT, quick=False),
     Part("baselines", "baselines", 300, tests=("test_bench.py::test_baselines_cost_what_is_counted",), quick=False),
     Part("scaling", "scaling", 120, tests=("test_bench.py::test_scaling_starts_from_what_was_measured",), quick=False),

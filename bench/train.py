@@ -74,7 +74,8 @@ def run(images: Path, recipe: str, batch: int, steps: int, ranks: int, more: lis
     with tempfile.TemporaryDirectory() as output:
         command = [
             sys.executable, *launcher, environment.ROOT / "train.py", "--recipe", recipe, "--data", images, "--output",
-            output, "--batch-size", batch, "--max-steps", steps, "--log-every", max(1, steps // 4), *more,
+            output, "--batch-size", batch, "--epochs", steps, "--max-steps", steps, "--log-every", max(1, steps // 4),
+            *more,
         ]  # fmt: skip
         if subprocess.run([*map(str, command)], cwd=environment.ROOT).returncode:
             return None
