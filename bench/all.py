@@ -99,13 +99,16 @@ def graphics_card() -> str | None:
 
 
 def chosen(options: argparse.Namespace, card: str | None) -> list[Part]:
-    """Smoke runs take all that a GPU would."""
+    """Smoke runs take all that a GPU would, but each subject that only a GPU has once."""
     there = [part for part in PARTS if importlib.util.find_spec(f"bench.{part.arguments.split()[0]}")]
     if options.parts:
         return [part for part in there if part.name in options.parts]
     if options.quick:
         there = [part for part in there if part.quick]
-    return [part for part in there if part.where in ("both", "gpu" if card or options.smoke else "cpu")]
+    there = [part for part in there if part.where in ("both", "gpu" if card or options.smoke else "cpu")]
+    if options.smoke:
+        there = list({part.arguments.split()[0] if part.where == "gpu" else part: part for part in there}.values())
+    return there
 
 
 def run_all(parts: list[Part], options: argparse.Namespace, card: str | None, say: Callable) -> int:

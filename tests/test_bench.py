@@ -34,7 +34,6 @@ RESULTS = {
     "machine": {"copy_bytes_per_second", "flop_per_second"},
     "gpu_tests": {"passed", "failed", "skipped", "tests"},
     "kernels": {"copy_bytes_per_second", "rows"},
-    "step_vit_s": {"recipe", "flop_per_pair", "peak_flop_per_second", "plain", "eager"},
     "step_vit_b": {"recipe", "flop_per_pair", "peak_flop_per_second", "plain", "eager"},
     "pipeline": {"recipe", "rates", "stages", "parity"},
     "train": {"pairs_per_second", "data_wait", "metrics"},
