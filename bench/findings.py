@@ -180,7 +180,7 @@ def _train(d):
             f"what limits train.py, {d['recipe']}, batch {d['batch_size']}, {ranks}",
             f"the {row['limited_by']}: {number(row['pairs_per_second'])} pairs/s, {percent(row['data_wait'])} of the "
             f"time waiting for data; a rank needs {needed} images/s, its {row['threads']} input threads alone give "
-            f"{alone}; {row['threads_to_balance']} would balance",
+            f"{alone}, enough for {number(row['ranks_fed'])} such ranks; {row['threads_to_balance']} would balance",
         )
 
 

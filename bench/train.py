@@ -84,10 +84,11 @@ def run(images: Path, recipe: str, batch: int, steps: int, ranks: int, more: lis
 
 def balance(pairs: float, wait: float, groups: int, alone: float, threads: int) -> dict:
     """What limits a rank: ``pairs`` a second, ``wait`` the share of the time for data, ``alone`` the images a second
-    that the input path gives with ``threads`` where nothing else runs."""
+    that the input path gives with ``threads`` where nothing else runs. ``ranks_fed``: how many such ranks (on GPUs, one
+    each) the input threads of one could feed."""
     needed = pairs / max(1 - wait, 1e-9) / groups
     return {
         "images_per_second_needed": needed, "images_per_second_alone": alone, "threads": threads,
-        "threads_to_balance": math.ceil(needed * threads / alone),
+        "threads_to_balance": math.ceil(needed * threads / alone), "ranks_fed": alone / needed,
         "limited_by": "input" if needed > alone else "steps",
     }  # fmt: skip

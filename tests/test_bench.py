@@ -351,7 +351,7 @@ def test_baselines_report(tmp_path, capsys):
 def test_balance_names_what_limits():
     """Steps that take 1,000 images/s and wait half of the time need 2,000; six threads give 1,000."""
     found = balance(4000, 0.5, 4, alone=1000, threads=6)
-    assert (found["images_per_second_needed"], found["threads_to_balance"]) == (2000, 12)
+    assert [found[name] for name in ("images_per_second_needed", "threads_to_balance", "ranks_fed")] == [2000, 12, 0.5]
     assert found["limited_by"] == "input"
     assert balance(4000, 0, 4, alone=4000, threads=6) | {"limited_by": "steps", "threads_to_balance": 2} == balance(
         4000, 0, 4, alone=4000, threads=6
