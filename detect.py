@@ -40,7 +40,8 @@ def main(arguments: list[str]) -> None:
         data, bad, evaluation = open_data(config, ranks)
         loader = CocoLoader(
             data, size=config.image_size, scale=config.scale, batch_size=config.batch_size, seed=config.seed,
-            device=ranks.device, workers=processes(config), rank=ranks.rank, ranks=ranks.count, max_bad=config.max_bad,
+            device=ranks.device, workers=processes(config, ranks), rank=ranks.rank, ranks=ranks.count,
+            max_bad=config.max_bad,
         )  # fmt: skip
         loader.bad.update(bad)
         detector, description = new_detector(config, len(data.categories))
@@ -116,7 +117,7 @@ def score(config: DetectionConfig, detector, evaluation, report: Report, step: i
     """Average precision, said and recorded; all detections go to ``detections.json``."""
     report.say(f"looking for objects in {len(evaluation):,} images, for the average precision")
     figures, results, unread = evaluate(
-        detector, evaluation, size=config.image_size, workers=processes(config), ranks=report.ranks
+        detector, evaluation, size=config.image_size, workers=processes(config, report.ranks), ranks=report.ranks
     )
     if unread:
         reasons = ((evaluation.paths[position], reason) for position, reason in unread.items())
@@ -128,9 +129,9 @@ def score(config: DetectionConfig, detector, evaluation, report: Report, step: i
         report.say(f"average precision on {len(evaluation):,} images, in percent:\n{table(figures)}")
 
 
-def processes(config: DetectionConfig) -> int:
-    """More than there are cores would only be in each other's way."""
-    return min(config.workers, len(os.sched_getaffinity(0)))
+def processes(config: DetectionConfig, ranks: Ranks) -> int:
+    """Those of a rank; more than its share of the cores would only be in each other's way."""
+    return min(config.workers, ranks.default_threads())
 
 
 def parse(arguments: list[str]) -> DetectionConfig:

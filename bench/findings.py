@@ -179,8 +179,9 @@ def _train(d):
         yield (
             f"what limits train.py, {d['recipe']}, batch {d['batch_size']}, {ranks}",
             f"the {row['limited_by']}: {number(row['pairs_per_second'])} pairs/s, {percent(row['data_wait'])} of the "
-            f"time waiting for data; a rank needs {needed} images/s, its {row['threads']} input threads alone give "
-            f"{alone}, enough for {number(row['ranks_fed'])} such ranks; {row['threads_to_balance']} would balance",
+            f"time waiting for data; a rank needs {needed} images/s, its input alone (threads: {row['threads']}) "
+            f"gives {alone}, enough for {number(row['ranks_fed'])} such ranks; threads to balance one: "
+            f"{row['threads_to_balance']}",
         )
 
 
@@ -232,7 +233,7 @@ HEADLINES = (  # what is said first: rows by what they begin with, and how many 
 
 def headline(results: list[Result]) -> str:
     """The figures that a reader meets first."""
-    rows, lines = findings(results), ["| what | measured | on |", "|---|---|---|"]
+    rows, lines = findings(results), ["| what | measured or counted | on |", "|---|---|---|"]
     for pattern, clauses in HEADLINES:
         for row in [row for row in rows if re.match(pattern, row.what)][:1]:
             text = "; ".join(row.result.split("; ")[:clauses])

@@ -48,6 +48,7 @@ for seed in $SEEDS; do
             one-group) pretrain "$arm" "$seed" $((4 * EPOCHS)) --groups 1 ;;
             scratch) tune "$arm" "$seed" "$TUNE_EPOCHS" --encoder none $shape ;;
             scratch-long) tune "$arm" "$seed" "$LONG_EPOCHS" --encoder none $shape ;;
+            *) echo "ARMS: $arm is none; expected some of aps, uniform, one-group, scratch, scratch-long" >&2 && exit 2 ;;
         esac
     done
 done | xargs -P "$JOBS" -d '\n' -n 1 bash -c

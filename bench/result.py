@@ -79,7 +79,8 @@ class Result:
 
 
 def read(folder: Path) -> list[Result]:
-    """All results below ``folder``, newest folder first; ValueError for a file that is none."""
+    """All results below ``folder``, newest folder first, small sizes last of a day; ValueError for a file that is
+    none."""
     found = []
     for path in sorted((*folder.glob("**/*.json"), *folder.glob("**/train.txt"))):
         try:
@@ -92,7 +93,7 @@ def read(folder: Path) -> list[Result]:
             others = [result.machine for result in found if result.path.parent == path.parent]
             data["machine"] |= {key: v for key, v in (others[0] if others else {}).items() if key != "commit"}
         found.append(Result(path, data))
-    return sorted(found, key=lambda result: (result.date, result.path.parent.name), reverse=True)
+    return sorted(found, key=lambda r: (r.date, r.data.get("scale") != "small", r.path.parent.name), reverse=True)
 
 
 def _train_log(text: str) -> dict:

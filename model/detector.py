@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from timm.layers import LayerNorm2d
 from timm.models.vision_transformer import VisionTransformer
@@ -69,13 +70,13 @@ def load_detector(folder: Path) -> tuple[nn.Module, list[str]]:
     "classes". OSError or ValueError where the files are not there or do not fit each other.
     """
     known = json.loads((folder / "detector.json").read_text())
-    vit = create_plain(known["encoder"]["model"], known["encoder"]["arguments"])
-    detector = create_detector(vit, **known["arguments"], seed=0)
     try:
+        vit = create_plain(known["encoder"]["model"], known["encoder"]["arguments"])
+        detector = create_detector(vit, **known["arguments"], seed=0)
         detector.load_state_dict(load_file(folder / "detector.safetensors"))
-    except RuntimeError as error:
-        raise ValueError(f"{folder / 'detector.safetensors'} does not fit detector.json ({error})") from None
-    return detector.eval(), known["classes"]
+        return detector.eval(), known["classes"]
+    except (RuntimeError, SafetensorError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder} does not hold a detector.json and weights that fit it ({error!r:.300})") from None
 
 
 @torch.inference_mode()

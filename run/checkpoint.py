@@ -4,8 +4,9 @@
 
     network, key_network    state dicts of the modules (key_network: with a momentum encoder only; ``detector`` in their
                             place is that of detection)
-    optimizer, clip         state dicts; their tensors are as long as all parameters together (``model/flat.py``)
-                            and not sharded, whatever the ranks that saved them
+    optimizer, clip         state dicts; in pretraining their tensors are as long as all parameters together
+                            (``model/flat.py``) and not sharded, whatever the ranks that saved them
+    ema, origin             of fine-tuning: the mean weights, and where the encoder comes from, as JSON
     report                  running means of the log since its last line, and the count of skipped steps
     step                    optimizer steps taken
     bad                     {sample: reason} of the images found bad so far

@@ -28,7 +28,7 @@ def features(encoders: Sequence, index: Index, samples: np.ndarray, *, mean, std
     height, width = encoders[0].patch_embed.grid_size
     training = [encoder.training for encoder in encoders]
     patch = encoders[0].patch_embed.patch_size[0]
-    # In one piece from the start: rows kept between the temporaries of batches held a gigabyte of the heap together.
+    # In one piece from the start: small results kept between large temporaries fragment the heap, by a gigabyte.
     found = [torch.empty(len(samples), encoder.num_features, device=device) for encoder in encoders]
     labels = torch.empty(len(samples), dtype=torch.int64, device=device)
     count = 0

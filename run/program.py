@@ -1,12 +1,13 @@
 """What the programs of this project share around their work: the command line, and how they end."""
 
 import argparse
+import errno
 import signal
 import sys
 from collections.abc import Callable
 from typing import TypeVar
 
-from torch.distributed import DistBackendError
+from torch import distributed
 
 from pipeline import TooManyBadFiles
 
@@ -14,6 +15,7 @@ from .progress import TooManySkipped
 from .signals import STOPPED
 
 Options = TypeVar("Options")
+DISK = errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS
 GOES_ON = "the same command goes on from the last checkpoint, if there is one"
 
 
@@ -34,19 +36,20 @@ def run(program: str, main: Callable[[list[str]], None]) -> None:
     try:
         main(sys.argv[1:])
     except TooManyBadFiles as error:
-        sys.exit(f"{program}: {error}; all of them are in rejected.jsonl. Repair the data or raise --max-bad")
+        sys.exit(f"{program}: {error}; see rejected.jsonl. Repair the data or raise --max-bad")
     except TooManySkipped as error:
         sys.exit(f"{program}: {error}. Lower --lr, or look at these images")
-    except OSError as error:  # of the output folder: DALI reads the images, and its errors are RuntimeErrors
-        where = "" if error.filename else " in the output folder"
+    except OSError as error:  # of the output folder: what is wrong with an image is none
+        where = " in the output folder" if error.errno in DISK and not error.filename else ""
         sys.exit(f"{program}: {error}{where}; what was saved before is intact, and {GOES_ON}")
     except RuntimeError as error:
         # torch has no class of its own for what the end of another rank does to a collective of gloo.
-        if not (isinstance(error, DistBackendError) or "by peer" in str(error)):
+        if not (isinstance(error, distributed.DistBackendError) or "/gloo/" in str(error)):
             raise
-        sys.exit(f"{program}: another rank has ended; {GOES_ON}")
+        said = str(error).splitlines()[0].split("] ", 1)[-1]
+        sys.exit(f"{program}: most likely another rank has ended ({said:.80}); {GOES_ON}")
     except KeyboardInterrupt:
         print(f"{program}: interrupted; {GOES_ON}", file=sys.stderr)
         sys.exit(STOPPED)
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left to save; no traceback out of an exit handler
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # no traceback out of an exit handler; a checkpoint is never torn

@@ -18,8 +18,9 @@ MACHINE = {"device": "card", "commit": "c" * 40, "versions": {"torch": "2.14"}}
 
 
 def test_readme_and_picture_are_current():
-    """If this fails: python -m bench report."""
+    """If this fails: python -m bench report. All that the headline is to say is there."""
     assert report.main(["--check"]) == 0
+    assert findings.headline(read(ROOT / "bench/results")).count("\n") == 2 + len(findings.HEADLINES)
 
 
 def test_a_changed_result_shows(tmp_path, monkeypatch):
@@ -158,6 +159,16 @@ def test_every_part_names_tests_that_exist():
             assert part.name == "baselines" or (ROOT / "tests" / test.split("::")[0]).exists(), test
 
 
+def test_a_commit_is_held_to_the_tests_that_it_has(tmp_path, monkeypatch, capsys):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_x.py").write_text("def test_good(): pass\ndef test_bad(): assert False\n")
+    for names, passes in ((("good",), True), (("good", "new"), True), (("new",), True), (("good", "bad"), False)):
+        tests = ("test_gone.py", *(f"test_x.py::test_{name}" for name in names))
+        monkeypatch.setattr(compare, "PARTS", [everything.Part("kernels", "kernels --fast", 60, tests=tests)])
+        assert compare.tests_pass(tmp_path, "kernels") == passes, names
+    assert compare.tests_pass(tmp_path, "step") and "assert False" in capsys.readouterr().err
+
+
 def test_commits_are_measured_in_turns(monkeypatch, capsys):
     """The same commit twice; a name that is no commit; a part whose tests fail. Its worktrees are gone afterwards."""
     calls = []
@@ -172,8 +183,7 @@ def test_commits_are_measured_in_turns(monkeypatch, capsys):
     assert calls == [("a", True), ("b", True)] * 3
     assert compare.main(["HEAD", "no-such-commit"]) == 2
     assert "no-such-commit is no file" in capsys.readouterr().err.splitlines()[-1]
-    tests = ("test_recipes.py::test_no_such_thing", "test_gone.py")  # the first fails, the second is not there
-    monkeypatch.setattr(compare, "PARTS", [everything.Part("kernels", "kernels --fast", 60, tests=tests)])
+    monkeypatch.setattr(compare, "tests_pass", lambda tree, subject: False)
     assert compare.main(["HEAD", "HEAD"]) == 2 and len(calls) == 6
     assert "correctness tests of kernels fail at HEAD" in capsys.readouterr().err.splitlines()[-1]
     assert "/tmp" not in compare.git("worktree", "list").stdout.replace(str(ROOT), "")
