@@ -144,8 +144,12 @@ def run_all(parts: list[Part], options: argparse.Namespace, card: str | None, sa
 def tests_pass(tests: tuple[str, ...], gpu: bool, say: Callable) -> bool:
     paths = [str(ROOT / "tests" / test) for test in tests]
     say(f"== tests: {' '.join(paths)}")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *(() if gpu else ("-m", "not gpu")), *paths]
-    return stream(command, TESTS_LIMIT, say) == 0
+    return stream(pytest(paths, gpu), TESTS_LIMIT, say) == 0
+
+
+def pytest(paths: list[str], gpu: bool) -> list[str]:
+    """The command that runs tests, without those for a GPU where there is none."""
+    return [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *(() if gpu else ("-m", "not gpu")), *paths]
 
 
 def stream(command: list[str], limit: float, say: Callable) -> int:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench import environment
-from bench.all import PARTS
+from bench.all import PARTS, pytest
 from bench.timing import summary
 
 SETTINGS = "recipe", "model", "image_size", "batch_size", "batch", "source", "scale", "depth", "head_hidden"
@@ -224,8 +224,7 @@ def tests_pass(tree: Path, subject: str) -> bool:
     """Whether those tests of a subject pass that a commit has, on a CPU without those for a GPU."""
     names = {test for part in PARTS if part.arguments.split()[0] == subject for test in part.tests}
     there = sorted(name for name in names if _has(tree / "tests", *name.split("::")))
-    kind = [] if environment.device().type == "cuda" else ["-m", "not gpu"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *kind, *(f"tests/{t}" for t in there)]
+    command = pytest([f"tests/{name}" for name in there], environment.device().type == "cuda")
     if not there:
         return True
     done = subprocess.run(command, cwd=tree, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
