@@ -14,10 +14,14 @@ import os
 import sys
 
 from model.export import write_weights
-from pipeline.detection import CocoLoader
 from run import checkpoint, program
-from run.coco import evaluate, table
-from run.detection import (
+from run.progress import Report, TooManySkipped
+from run.ranks import Ranks
+from run.session import named, open_output, restore, save, summarise_rejected, write_rejected, write_skipped
+from run.signals import STOPPED, StopRequest
+from transfer.detection.batches import CocoLoader
+from transfer.detection.precision import evaluate, table
+from transfer.detection.training import (
     FIGURES,
     RECIPES,
     DetectionConfig,
@@ -26,10 +30,6 @@ from run.detection import (
     new_detector,
     open_data,
 )
-from run.progress import Report, TooManySkipped
-from run.ranks import Ranks
-from run.session import named, open_output, restore, save, summarise_rejected, write_rejected, write_skipped
-from run.signals import STOPPED, StopRequest
 
 
 def main(arguments: list[str]) -> None:

@@ -13,14 +13,15 @@ from model.export import export_encoder
 from pipeline import Index, Loader
 from run import program
 from run.checkpoint import Saver
-from run.finetuning import FIGURES, Tuning, evaluate, new_model
-from run.probe import PROBES
+from run.images import open_data
 from run.progress import Report, TooManySkipped
 from run.ranks import Ranks
 from run.recipes import learning_rate
-from run.session import named, open_data, open_output, restore, save, summarise_rejected, write_rejected, write_skipped
+from run.session import named, open_output, restore, save, summarise_rejected, write_rejected, write_skipped
 from run.signals import STOPPED, StopRequest
-from run.tuning import TUNE_RECIPES, TuneConfig
+from transfer.finetuning import FIGURES, Tuning, evaluate, new_model
+from transfer.probe import PROBES
+from transfer.recipes import TUNE_RECIPES, TuneConfig
 
 
 def main(arguments: list[str]) -> None:

@@ -9,18 +9,15 @@ import sys
 
 from model.export import export_encoder
 from pipeline import Index, Loader
-from run import knn, program
+from run import program
 from run.checkpoint import Saver
+from run.images import open_data
 from run.progress import Report, TooManySkipped
 from run.ranks import Ranks
 from run.recipes import RECIPES, Config, learning_rate
 from run.session import (
-    encoder_arguments,
     named,
-    new_encoder,
-    open_data,
     open_output,
-    plan_patches,
     restore,
     save,
     summarise_rejected,
@@ -28,7 +25,8 @@ from run.session import (
     write_skipped,
 )
 from run.signals import STOPPED, StopRequest
-from run.training import FIGURES, Training, product_rate
+from run.training import FIGURES, Training, encoder_arguments, new_encoder, plan_patches, product_rate
+from transfer import knn
 
 
 def main(arguments: list[str]) -> None:

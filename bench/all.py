@@ -39,13 +39,15 @@ class Part(NamedTuple):
     images: bool = False  # takes --images
 
 
-KERNELS = "test_sampling.py", "test_overlap.py", "test_gather.py", "test_short_attention.py"
-INPUT = "test_graph.py", "test_stream.py", "test_loader.py"
-STEP = ("test_training.py",)
+KERNELS = tuple(f"kernels/test_{name}.py" for name in ("sampling", "overlap", "gather", "short_attention"))
+INPUT = tuple(f"pipeline/test_{name}.py" for name in ("graph", "stream", "loader"))
+STEP = ("run/test_training.py",)
+COSTS = ("bench/test_bench.py::test_baselines_cost_what_is_counted",)
+SCALING = ("bench/test_bench.py::test_scaling_starts_from_what_was_measured",)
 PARTS = (
     Part("machine", "machine", 40),
     Part("gpu_tests", "gpu_tests", 130, where="gpu"),
-    Part("compile", "compile", 300, tests=("test_ttir.py",), quick=False),
+    Part("compile", "compile", 300, tests=("kernels/test_ttir.py",), quick=False),
     Part("kernels", "kernels", 80, tests=KERNELS),
     Part("step_vit_s", "step --recipe imagenet-vit-s --batch-size 512", 120, None, STEP, where="gpu"),
     Part("step_vit_b", "step --recipe imagenet-vit-b --batch-size 512", 120, None, STEP, where="gpu"),
@@ -53,8 +55,8 @@ PARTS = (
     Part("pipeline", "pipeline", 60, "pipeline --batch-size 32 --batches 5", INPUT, images=True),
     Part("train", "train", 60, "train --recipe toy --batch-size 256 --steps 48 --ranks 1 2", STEP, images=True),
     Part("soak", "soak", 300, "soak --batches 400", INPUT, quick=False),
-    Part("baselines", "baselines", 300, tests=("test_bench.py::test_baselines_cost_what_is_counted",), quick=False),
-    Part("scaling", "scaling", 120, tests=("test_bench.py::test_scaling_starts_from_what_was_measured",), quick=False),
+    Part("baselines", "baselines", 300, tests=COSTS, quick=False),
+    Part("scaling", "scaling", 120, tests=SCALING, quick=False),
 )
 
 

@@ -20,8 +20,8 @@ from bench import environment
 from pipeline import Index, evaluation_batches
 from pipeline.headers import read_headers
 from pipeline.index import printable
-from run import knn
-from run.pretrained import load_encoder
+from transfer import knn
+from transfer.pretrained import load_encoder
 
 HEADS, NEIGHBOURS = 6, 5  # shown at most
 CELL = 1.7  # inches

@@ -31,6 +31,6 @@ class Outcomes:
 
 def main(arguments: list[str]) -> int:
     options = environment.parser("gpu_tests", "The tests marked gpu.").parse_args(arguments)
-    files = [path for path in (environment.ROOT / "tests").glob("test_*.py") if "mark.gpu" in path.read_text()]
+    files = [path for path in (environment.ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()]
     command = ["-m", "gpu", "--continue-on-collection-errors", "-p", "no:cacheprovider", *map(str, sorted(files))]
     return int(pytest.main(command, plugins=[Outcomes(options.json)]))

@@ -16,7 +16,7 @@ import kernels
 from bench import environment
 from bench.timing import copy_bandwidth, measure
 from kernels import reference
-from pipeline.stream import Augmentation, draw
+from pipeline import Augmentation
 
 POWER = 3.0
 WIDTH = 384  # of the embedding: ViT-S
@@ -50,7 +50,7 @@ GROUPS = 4
 def batch_of_boxes(b: int, device: torch.device):
     """Boxes int32 [B,2,4], flips bool [B,2] and sample ids int64 [B] of real random resized crops of 375 x 500 px."""
     sample = np.arange(b)
-    drawn = draw(Augmentation(), np.tile([[375, 500]], (b, 1)), sample, seed=0, epoch=0)
+    drawn = Augmentation().draw(np.tile([[375, 500]], (b, 1)), sample, seed=0, epoch=0)
     return tuple(torch.from_numpy(x).to(device) for x in (drawn.boxes, drawn.flips, sample))
 
 

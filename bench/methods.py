@@ -19,7 +19,7 @@ from bench.roofline import Sizes
 from model import QueryNetwork, contrastive_loss
 from model.encoder import sincos_position_embedding
 from run.recipes import Config
-from run.session import encoder_arguments, plan_patches
+from run.training import encoder_arguments, plan_patches
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ import torch
 from PIL import Image, ImageFilter, ImageOps
 
 from bench import environment
-from pipeline import Augmentation, Index, Loader, graph, stream
+from pipeline import Augmentation, Index, Loader, graph
 from run.recipes import RECIPES
 
 AHEAD = 4  # batches at either end that the clock of images per second leaves out: no loader works further ahead
@@ -231,9 +231,9 @@ class Files(torch.utils.data.Dataset):
 
 def stages(index, config, batch, rounds) -> list[dict]:
     """Processor time of graphs that stop after each stage, with one thread; every row holds those above it."""
-    full = graph.views(config.augmentation)
+    full = config.augmentation.views()
     plain = tuple(graph.View() for _ in full)
-    coloured = tuple(graph.View(colour=view.colour) for view in full)
+    coloured = tuple(graph.Augmented(colour=view.colour) for view in full)
     blurred = tuple(dataclasses.replace(view, solarise=False) for view in full)
     views_of = {"read": None, "decode": None, "crops": plain, "colour": coloured, "blur": blurred, "solarise": full}
     costs, batches = {name: [] for name in views_of}, max(3, 1000 // config.image_size)
@@ -259,8 +259,8 @@ def fed(index, config, views, batch, numbers):
     for number in numbers:
         sample = np.arange(number * batch, (number + 1) * batch) % len(index)
         sizes, names = index.sizes[sample], [np.frombuffer(os.fsencode(index.file(s)), np.uint8) for s in sample]
-        drawn = stream.draw(config.augmentation, sizes, sample, 0, number) if views else None
-        yield names, *(array for i, view in enumerate(views or ()) for array in graph.feeds(view, sizes, drawn, i))
+        drawn = config.augmentation.draw(sizes, sample, 0, number) if views else None
+        yield names, *(graph.feeds(views, sizes, drawn) if views else ())
 
 
 def build(name, source, views, side, batch):
@@ -313,9 +313,9 @@ def parity(index, side, count) -> list[dict]:
 
     def made(options):
         config = argparse.Namespace(augmentation=Augmentation(**NOTHING | options))
-        views = graph.views(config.augmentation)
+        views = config.augmentation.views()
         outputs = build("all", fed(index, config, views, len(sample), range(1)), views, side, len(sample)).run()
-        drawn = stream.draw(config.augmentation, index.sizes[sample], sample, 0, 0)
+        drawn = config.augmentation.draw(index.sizes[sample], sample, 0, 0)
         return np.stack([np.array(output.as_tensor()) for output in outputs], 1), drawn
 
     def reference(name, crop, drawn, at):

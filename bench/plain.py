@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from model import clip_units
 from run.recipes import Config, learning_rate, momentum_coefficient
-from run.session import encoder_arguments, plan_patches
-from run.training import Training
+from run.training import Training, encoder_arguments, plan_patches
 
 
 def head(*widths: int) -> nn.Sequential:

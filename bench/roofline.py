@@ -30,7 +30,7 @@ import timm
 import torch
 
 from run.recipes import Config
-from run.session import encoder_arguments, plan_patches
+from run.training import encoder_arguments, plan_patches
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,7 @@
 does it (graph), batches (loader)."""
 
 from pipeline.index import Index
-from pipeline.labelled import LabelledAugmentation
 from pipeline.loader import Batch, Loader, TooManyBadFiles, evaluation_batches
 from pipeline.stream import Augmentation
 
-__all__ = ["Augmentation", "Batch", "Index", "LabelledAugmentation", "Loader", "TooManyBadFiles", "evaluation_batches"]
+__all__ = ["Augmentation", "Batch", "Index", "Loader", "TooManyBadFiles", "evaluation_batches"]

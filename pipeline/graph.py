@@ -17,33 +17,72 @@ itself: every parameter comes with the batch. Facts it relies on (DALI 2.4; the 
 import dataclasses
 import errno
 import math
-import warnings
 
 import numpy as np
 
 _LUMA = np.array([0.299, 0.587, 0.114])  # ITU-R BT.601, as Pillow and torchvision weigh grey
-OPERATIONS, IDENTITY = 14, 13  # in DALI's suite of RandAugment: their number, and that of the one that does nothing
-BINS = 31  # their magnitudes: 0 is none, 30 is full
 _WIDEST = 300  # pixels: radius of the blur at the largest sigma that an Augmentation takes
 
 
-@dataclasses.dataclass(frozen=True)
 class View:
-    """Which operations one view of the graph has; what has probability 0 in the recipe is not built."""
+    """A crop, resized. Further operations are a subclass, which brings the arrays that they take."""
+
+    inputs = 0  # arrays that ``apply`` takes
+
+    def feeds(self, drawn, number):
+        """These arrays, of view ``number`` of what was drawn for m images: [m, ...] each."""
+        return []
+
+    def apply(self, image, arrays, *, side, gpu_form):
+        """The image [side,side,3] after the operations; ``arrays``: an iterator of what ``feeds`` has given, for one
+        image. ``gpu_form``: by the operators that a GPU takes. Called while a graph is built: what is conditional on an
+        array is an ``if`` on it."""
+        return image
+
+
+@dataclasses.dataclass(frozen=True)
+class Augmented(View):
+    """A view of pretraining: colour, then blur, then solarisation; what has probability 0 is not built."""
 
     colour: bool = False
     blur: float = 0.0  # probability: at 1 the operation is unconditional
     solarise: bool = False
-    shift: bool = False  # over black, of training with labels
-    operations: int = 0  # of RandAugment
 
+    @property
+    def inputs(self):
+        return 3 * self.colour + (self.blur > 0) + self.solarise
 
-def views(augmentation):
-    """The two views of training with ``augmentation``."""
-    a = augmentation
-    jitter = a.jitter_p > 0 and (a.brightness or a.contrast or a.saturation or a.hue)
-    colour = bool(jitter or a.grey_p > 0)
-    return tuple(View(colour, a.blur_p[i], a.solarise_p[i] > 0) for i in range(2))
+    def feeds(self, drawn, number):
+        arrays = []
+        if self.colour:
+            factors = [v[:, number] for v in (drawn.brightness, drawn.contrast, drawn.saturation, drawn.hue)]
+            changed = (factors[0] != 1) | (factors[1] != 1) | (factors[2] != 1) | (factors[3] != 0)
+            arrays += [changed, *colour_matrices(*factors)]
+        if self.blur:
+            arrays.append(np.ascontiguousarray(drawn.blur_sigma[:, number]))  # DALI takes no strides
+        if self.solarise:
+            arrays.append(np.ascontiguousarray(drawn.solarise[:, number]))
+        return arrays
+
+    def apply(self, image, arrays, *, side, gpu_form):
+        from nvidia.dali import math as dmath
+        from nvidia.dali import types
+
+        if self.colour:
+            changed, direct, centre = next(arrays), next(arrays), next(arrays)
+            if changed:
+                image = _recolour(image, side, direct, centre, gpu_form)
+        if self.blur == 1:
+            image = _blur(image, next(arrays), gpu_form)
+        elif self.blur > 0:
+            sigma = next(arrays)
+            if sigma > 0:
+                image = _blur(image, sigma, gpu_form)
+        if self.solarise:
+            solarised = next(arrays)
+            if solarised:
+                image = dmath.min(image, image ^ types.Constant(255, dtype=types.UINT8))  # x ^ 255 is 255 - x
+        return image
 
 
 def region(boxes, flips, sizes):
@@ -69,37 +108,25 @@ def colour_matrices(brightness, contrast, saturation, hue):
     return (b * c * rotate @ saturate).astype(np.float32), centre.astype(np.float32)
 
 
-def feeds(view, sizes, drawn, number):
-    """The arrays that view ``number`` of the graph takes from a ``stream.Draw``, in its order."""
-    arrays = list(region(drawn.boxes[:, number], drawn.flips[:, number], sizes))
-    if view.colour:
-        factors = [v[:, number] for v in (drawn.brightness, drawn.contrast, drawn.saturation, drawn.hue)]
-        changed = (factors[0] != 1) | (factors[1] != 1) | (factors[2] != 1) | (factors[3] != 0)
-        arrays += [changed, *colour_matrices(*factors)]
-    if view.blur:
-        arrays.append(np.ascontiguousarray(drawn.blur_sigma[:, number]))  # DALI takes no strides
-    if view.solarise:
-        arrays.append(np.ascontiguousarray(drawn.solarise[:, number]))
-    if view.shift:
-        arrays.append(drawn.shifts)
-    if view.operations:
-        arrays.append(drawn.operations)
-    return arrays
+def feeds(views, sizes, drawn):
+    """The arrays that ``views`` take of what was drawn for images of sizes [m,2], in their order."""
+    for number, view in enumerate(views):
+        yield from region(drawn.boxes[:, number], drawn.flips[:, number], sizes)
+        yield from view.feeds(drawn, number)
 
 
 def pipeline(source, views, *, image_size, batch_size, threads, device_id, files=True, gpu_form=None):
     """A DALI pipeline with one uint8 [B,H,W,3] output per view.
 
     ``source()`` returns the next batch: a list of file names (uint8 arrays) or, without ``files``, of the files
-    themselves, then the ``feeds`` of every view; it raises StopIteration at the end. ``gpu_form`` picks the operators
+    themselves, then the ``feeds`` of the views; it raises StopIteration at the end. ``gpu_form`` picks the operators
     of colour and blur that a GPU takes (default: there).
     """
-    from nvidia.dali import fn, pipeline_def, types
-    from nvidia.dali import math as dmath
+    from nvidia.dali import fn, pipeline_def
 
     gpu = device_id is not None
     gpu_form = gpu if gpu_form is None else gpu_form
-    inputs = 1 + sum(2 + 3 * v.colour + (v.blur > 0) + v.solarise + v.shift + (v.operations > 0) for v in views)
+    inputs = 1 + sum(2 + view.inputs for view in views)
 
     @pipeline_def(batch_size=batch_size, num_threads=threads, device_id=device_id, enable_conditionals=True)
     def graph():
@@ -113,26 +140,7 @@ def pipeline(source, views, *, image_size, batch_size, threads, device_id, files
             start, end = next(arrays), next(arrays)
             size = [image_size, image_size]
             image = fn.resize(decoded, size=size, roi_start=start, roi_end=end, roi_relative=True, antialias=True)
-            if view.colour:
-                changed, direct, centre = next(arrays), next(arrays), next(arrays)
-                if changed:
-                    image = _recolour(image, image_size, direct, centre, gpu_form)
-            if view.blur == 1:
-                image = _blur(image, next(arrays), gpu_form)
-            elif view.blur > 0:
-                sigma = next(arrays)
-                if sigma > 0:
-                    image = _blur(image, sigma, gpu_form)
-            if view.solarise:
-                solarised = next(arrays)
-                if solarised:
-                    image = dmath.min(image, image ^ types.Constant(255, dtype=types.UINT8))  # x ^ 255 is 255 - x
-            if view.shift:
-                where = {"axes": [0, 1], "out_of_bounds_policy": "pad", "fill_values": 0}
-                image = fn.slice(image, start=next(arrays), shape=size, **where)
-            if view.operations:
-                image = _rand_augment(image, next(arrays), view.operations, image_size)
-            outputs.append(image)
+            outputs.append(view.apply(image, arrays, side=image_size, gpu_form=gpu_form))
         return tuple(outputs)
 
     return graph()
@@ -171,24 +179,6 @@ def _blur(image, sigma, gpu_form):
     weights = weights / fn.reductions.sum(weights)
     image = fn.filter(image, fn.reshape(weights, shape=[1, -1]))
     return fn.filter(image, fn.reshape(weights, shape=[-1, 1]))
-
-
-def _rand_augment(image, chosen, count, side):
-    """RandAugment on an image [side,side,3] by DALI's operations; ``chosen`` [count,3]: number, magnitude and sign.
-
-    At full magnitude: 30 degrees, shear 0.3, shift by 0.45 of the side, factors 1 +- 0.9, 4 bits, threshold 0.
-    """
-    from nvidia.dali.auto_aug import rand_augment
-    from nvidia.dali.auto_aug.core import select, signed_bin
-
-    suite = rand_augment.get_rand_augment_suite(max_translate_abs=round(0.45 * side))
-    assert len(suite) == OPERATIONS and suite[IDENTITY].name == "identity"
-    with warnings.catch_warnings(record=True):  # kept from the user: DALI's, that it has deprecated what it uses here
-        for number in range(count):
-            magnitude = signed_bin(chosen[number, 1], random_sign=chosen[number, 2])
-            how = {"magnitude_bin": magnitude, "num_magnitude_bins": BINS, "fill_value": 128}
-            image = select(suite, chosen[number, 0], data=image, **how)
-    return image
 
 
 def decode(encoded, gpu):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -35,6 +36,7 @@ class Index:
     rejected: dict[str, str]  # path -> why it is not in the index
     shards: tuple[str, ...] = ()  # the tar files, relative to root; () where every image is a file of its own
     places: np.ndarray | None = None  # int64 [n,3] position in shards, offset, bytes; None likewise
+    reader: ClassVar[str] = "nvidia.dali"  # the package that decodes the images
 
     def __len__(self):
         return len(self.paths)
@@ -56,9 +58,10 @@ class Index:
         digest.update(self.sizes.astype("<i4").tobytes())
         return digest.hexdigest()
 
-    def keep(self, path: Path) -> None:
-        """Write the index to a file, for ``kept``."""
-        _save(path, "", self)
+    def keep(self, path: Path, *, anew: bool = True) -> None:
+        """Write the index to a file, for ``kept``; unless ``anew``, only where no index is that can be read."""
+        if anew or self.kept(path, self.root) is None:
+            _save(path, "", self)
 
     @staticmethod
     def kept(path: Path, root: Path) -> "Index | None":
@@ -74,6 +77,20 @@ class Index:
             "new": [path for path in theirs if path not in mine],
             "changed": [path for path, what in mine.items() if path in theirs and theirs[path] != what],
         }
+
+    def differing(self, path: Path, images: int) -> str:
+        """What to say where a run was begun with other data, so many images, than these: what is different to the index
+        that was kept in the file, and what is expected."""
+        kept = self.kept(path, self.root)
+        what = f"{images:,} images there, {len(self):,} now"
+        if kept is None:
+            way = f"(--resume changed needs {path.name} in its folder {path.parent.name}, which is missing or damaged)"
+        else:
+            named = {kind: paths for kind, paths in kept.changes(self).items() if paths}
+            parts = (f"{len(paths):,} {kind} ({printable(paths[0])})" for kind, paths in named.items())
+            what = ", ".join([what, *parts])
+            way = "or --resume changed to go on without what is gone, changed or new"
+        return f"other images ({what}); expected the same --data, another --output, {way}"
 
     def _described(self):
         names = [*self.classes, None]  # label -1 is the last

@@ -6,11 +6,12 @@ import dataclasses
 import functools
 import itertools
 import os
+from typing import Any
 
 import numpy as np
 import torch
 
-from pipeline import graph, labelled, stream
+from pipeline import graph, stream
 from pipeline.headers import printable
 from pipeline.index import Index
 
@@ -49,7 +50,7 @@ class Loader:
     def __init__(
         self,
         index: Index,
-        augmentation: stream.Augmentation | labelled.LabelledAugmentation,
+        augmentation: stream.Augments,
         *,
         image_size: int,
         batch_size: int,
@@ -72,9 +73,7 @@ class Loader:
         self.batches_per_epoch = len(index) // batch_size
         self.bad: dict[int, str] = {}
         self._batch_size, self._per_rank, self._rank = batch_size, batch_size // ranks, rank
-        with_labels = isinstance(augmentation, labelled.LabelledAugmentation)
-        self._draw = labelled.draw if with_labels else stream.draw
-        self._views = (labelled if with_labels else graph).views(augmentation)
+        self._views = augmentation.views()
         self._graph = {"image_size": image_size, "batch_size": self._per_rank, "threads": threads}
         self._order = None, None  # epoch, its order
 
@@ -100,9 +99,8 @@ class Loader:
         planned = self._order[1][start : start + self._per_rank]
         sample = np.array([self._good(s, epoch) for s in planned.tolist()], np.int64)
         sizes = self.index.sizes[sample]
-        drawn = self._draw(self.augmentation, sizes, sample, self.seed, epoch)
-        feeds = (feed for i, view in enumerate(self._views) for feed in graph.feeds(view, sizes, drawn, i))
-        return _Plan(sample, tuple(feeds), drawn)
+        drawn = self.augmentation.draw(sizes, sample, self.seed, epoch)
+        return _Plan(sample, tuple(graph.feeds(self._views, sizes, drawn)), drawn)
 
     def _good(self, sample, epoch):
         """The sample itself or, as long as that is known to be bad, its next replacement."""
@@ -155,7 +153,7 @@ def evaluation_batches(
 class _Plan:
     sample: np.ndarray  # int64 [B]
     feeds: tuple  # the arrays for the graph, see graph.feeds
-    drawn: stream.Draw | labelled.LabelledDraw | None = None
+    drawn: Any = None  # as its augmentation draws: boxes, flips
 
 
 def _decoded(index, plan, numbers, views, settings, device, found):

@@ -6,12 +6,25 @@ Philox counters are (sample id low, sample id high, view, block); the key holds 
 
 import dataclasses
 import math
+from typing import Any, Protocol
 
 import numpy as np
 
 from kernels.philox import Purpose, philox, split64, stream_key
+from pipeline import graph
 
 _ATTEMPTS = 10  # tries for a crop that fits, as torchvision's RandomResizedCrop
+
+
+class Augments(Protocol):
+    """An augmentation, as the loader knows it."""
+
+    def draw(self, sizes: np.ndarray, sample: np.ndarray, seed: int, epoch: int) -> Any:
+        """Parameters of ``sample`` (int64 [m]), upright images of ``sizes`` (int [m,2]; h, w), as a function of these
+        numbers alone. Has ``boxes``, int32 [m,views,4], and ``flips``, bool [m,views]; the views know the rest."""
+
+    def views(self) -> tuple[graph.View, ...]:
+        """The views of the graph, which take what was drawn."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +55,36 @@ class Augmentation:
             _require(name, pair, lambda x, top=top: 0 < x <= top and x < math.inf, f"0 < low <= high <= {top}")
             if pair[0] > pair[1]:
                 raise ValueError(f"augmentation {name}={pair!r}: low is above high")
+
+    def draw(self, sizes: np.ndarray, sample: np.ndarray, seed: int, epoch: int) -> "Draw":
+        """Parameters of both views of ``sample`` (int64 [m]), upright images of ``sizes`` (int [m,2]; h, w)."""
+        a = self
+        word = _unit(_words(sample, 3, seed, epoch, Purpose.COLOUR)).transpose(3, 0, 1, 2).reshape(12, -1, 2)
+        flip, jitter, grey, blur, solarise = (word[i] for i in range(5))
+        jitter = jitter < a.jitter_p
+
+        def between(u, low, high):
+            return low + u * (high - low)
+
+        def factor(u, strength):
+            return np.where(jitter, between(u, max(0.0, 1 - strength), 1 + strength), 1).astype(np.float32)
+
+        return Draw(
+            boxes=_boxes(a, np.asarray(sizes, np.int64), _words(sample, _ATTEMPTS, seed, epoch, Purpose.BOX)),
+            flips=flip < a.flip_p,
+            brightness=factor(word[5], a.brightness),
+            contrast=factor(word[6], a.contrast),
+            saturation=np.where(grey < a.grey_p, np.float32(0), factor(word[7], a.saturation)),
+            hue=np.where(jitter, between(word[8], -a.hue, a.hue), 0).astype(np.float32),
+            blur_sigma=np.where(blur < a.blur_p, between(word[9], *a.blur_sigma), 0).astype(np.float32),
+            solarise=solarise < a.solarise_p,
+        )
+
+    def views(self) -> tuple[graph.View, ...]:
+        """The two views of the graph."""
+        jitter = self.jitter_p > 0 and (self.brightness or self.contrast or self.saturation or self.hue)
+        colour = bool(jitter or self.grey_p > 0)
+        return tuple(graph.Augmented(colour, self.blur_p[i], self.solarise_p[i] > 0) for i in range(2))
 
 
 def _require(name, value, valid, expected):
@@ -93,31 +136,6 @@ def epoch_order(n: int, seed: int, epoch: int) -> np.ndarray:
 def replacement(sample: int, attempt: int, n: int, seed: int, epoch: int) -> int:
     """The sample in [0, n) that stands in for a bad ``sample``; ``attempt`` counts up while that one is bad too."""
     return philox((*split64(int(sample)), attempt, 0), stream_key(seed, epoch, Purpose.REPLACEMENT))[0] * n >> 32
-
-
-def draw(augmentation: Augmentation, sizes: np.ndarray, sample: np.ndarray, seed: int, epoch: int) -> Draw:
-    """Parameters of both views of ``sample`` (int64 [m]), upright images of ``sizes`` (int [m,2]; h, w)."""
-    a = augmentation
-    word = _unit(_words(sample, 3, seed, epoch, Purpose.COLOUR)).transpose(3, 0, 1, 2).reshape(12, -1, 2)
-    flip, jitter, grey, blur, solarise = (word[i] for i in range(5))
-    jitter = jitter < a.jitter_p
-
-    def between(u, low, high):
-        return low + u * (high - low)
-
-    def factor(u, strength):
-        return np.where(jitter, between(u, max(0.0, 1 - strength), 1 + strength), 1).astype(np.float32)
-
-    return Draw(
-        boxes=_boxes(a, np.asarray(sizes, np.int64), _words(sample, _ATTEMPTS, seed, epoch, Purpose.BOX)),
-        flips=flip < a.flip_p,
-        brightness=factor(word[5], a.brightness),
-        contrast=factor(word[6], a.contrast),
-        saturation=np.where(grey < a.grey_p, np.float32(0), factor(word[7], a.saturation)),
-        hue=np.where(jitter, between(word[8], -a.hue, a.hue), 0).astype(np.float32),
-        blur_sigma=np.where(blur < a.blur_p, between(word[9], *a.blur_sigma), 0).astype(np.float32),
-        solarise=solarise < a.solarise_p,
-    )
 
 
 def _boxes(a, sizes, words):

@@ -6,32 +6,21 @@ import importlib
 import json
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import numpy as np
 import timm
 import torch
-from timm.models.vision_transformer import VisionTransformer
 
-from kernels.reference import MAX_PATCHES
-from model import create_encoder, patch_grid, timm_arguments
-from pipeline import Index, Loader
-from pipeline.coco import CocoData
-from pipeline.detection import CocoLoader
 from pipeline.index import printable
 from pipeline.loader import bad_limit
-from pipeline.toy import make_toy
 
 from . import checkpoint
 from .ranks import Ranks
-from .recipes import Config, ImagesConfig, RunConfig
+from .recipes import RunConfig
 
-# The embedded dataset: generated once, then shared by all runs of a checkout.
-TOY = Path(__file__).resolve().parent.parent / "runs" / "toy-data"
-Data = Index | CocoData
-KEPT = "run.npz"  # in the folder index: the index that the run was begun with
+KEPT = "run.npz"  # in the folder index: the data that the run was begun with
 CHANGED = "not the file that it was"
 OURS = (  # beside config.json
     "checkpoints", "metrics.jsonl", "rejected.jsonl", "skipped.json", "encoder.safetensors", "encoder.json",
@@ -40,87 +29,46 @@ OURS = (  # beside config.json
 _locks: dict[Path, int] = {}  # descriptors of files that are locked as long as this process lives
 
 
-def encoder_arguments(config: Config) -> dict[str, int]:
-    """What ``timm.create_model`` takes beside the name."""
-    return timm_arguments(image_size=config.image_size, patch_size=config.patch_size, depth=config.depth)
+class Data(Protocol):
+    """What a run is about, as a session knows it: numbered files, some of which may turn out to be bad."""
+
+    root: Path
+    paths: Sequence[str]  # as they are named to the user
+    classes: Sequence[str]
+    rejected: Mapping[str, str]  # {path: reason} of files that have no number
+    fingerprint: str  # equal where the numbers mean the same
+    reader: str  # the package that decodes the files
+
+    def __len__(self) -> int: ...
+
+    def keep(self, path: Path, *, anew: bool) -> None:
+        """Leaves in a file what ``differing`` needs; unless ``anew``, only where none is that can be read."""
+
+    def differing(self, path: Path, images: int) -> str:
+        """What to say where a run was begun with other data, so many images, than these: what is different to what
+        was kept in the file, and what is expected."""
 
 
-def new_encoder(config: Config) -> VisionTransformer:
-    """The untrained encoder of a config, always the same."""
-    return create_encoder(
-        config.model, sincos=config.position_embedding == "sincos", frozen_patch_embed=config.frozen_patch_embed,
-        seed=config.seed, **encoder_arguments(config),
-    )  # fmt: skip
+class Loads(Protocol):
+    """Numbered batches of a rank, as a session knows them."""
+
+    index: Data
+    bad: dict[int, str]  # {number: reason} of the files found bad so far
+    batches_per_epoch: int
+
+    def batches(self, first: int, last: int) -> Iterator[Any]: ...
+
+    def samples(self, number: int) -> Sequence[int]:
+        """The files of a batch."""
 
 
-def plan_patches(config: Config) -> tuple[int, tuple[int, int], int]:
-    """Patch side P in pixels, grid (Gh, Gw), and number K of patches kept per view; ValueError if they do not fit."""
-    patch, grid = patch_grid(config.model, **encoder_arguments(config))
-    patches = grid[0] * grid[1]
-    keep = int(config.keep_ratio * patches + 1e-9)  # floor, but 0.29 * 100 is 28.999...
-    if keep < 1:
-        raise ValueError(
-            f"--keep-ratio {config.keep_ratio} keeps none of {patches} patches; expected {1 / patches:.4g} or more"
-        )
-    if config.groups * keep > patches:
-        raise ValueError(
-            f"--groups {config.groups} --keep-ratio {config.keep_ratio}: {config.groups} disjoint groups of {keep} "
-            f"patches do not fit into {patches}; expected at most {patches // keep} groups"
-        )
-    if patches > MAX_PATCHES:
-        raise ValueError(
-            f"{patches} patches ({grid[0]} x {grid[1]}) per crop; expected at most {MAX_PATCHES}: larger patches"
-        )
-    return patch, grid, keep
+class Trains(Protocol):
+    """What a run changes step by step."""
 
+    def state_dict(self, *, keep: bool = True) -> dict[str, Any]:
+        """A copy, on the CPU, of all that a step changes. All ranks call it; only those that ``keep`` it need it."""
 
-def open_data(
-    config: ImagesConfig, ranks: Ranks, *, labelled: bool = False
-) -> tuple[Index, dict[int, str], Index | None]:
-    """Index of the training images, its samples that are known to be bad, and, where given, the index of the evaluation
-    images; the same on all ranks. ValueError if more than ``max_bad`` of the files are no images.
-
-    ``labelled``: training needs the classes, so they have to be the same in both, by name, and an image without one is
-    a bad one.
-    """
-
-    def scan() -> tuple[Index, dict[int, str], Index | None]:
-        _check_folder(config)
-        training, evaluation = config.data, config.eval_data
-        if training is None:
-            training, evaluation = make_toy(TOY)
-        cache = config.output / "index"
-        index, bad = Index.scan(training, cache=cache / "train.npz"), {}
-        going_on = config.resume == "changed" and (config.output / "config.json").exists()
-        kept = Index.kept(cache / KEPT, index.root) if going_on else None
-        if kept is not None:
-            changes = kept.changes(index)
-            lost = set(changes["gone"] + changes["changed"])
-            bad = {i: CHANGED for i, path in enumerate(kept.paths) if path in lost}
-            index = kept
-        if labelled:
-            if not index.classes:
-                raise ValueError(
-                    f"--data {training} has no labels; expected images in class folders, or a labelled list"
-                )
-            bad |= {int(i): "has no label" for i in np.flatnonzero(index.labels < 0) if i not in bad}
-        check_share(config, f"--data {training}", index, bad)
-        if evaluation is None:
-            return index, bad, None
-        tests = Index.scan(evaluation, cache=cache / "eval.npz")
-        unknown = sorted(set(tests.classes) - set(index.classes))
-        if unknown or not tests.classes:
-            got = f"classes that are not in {training}: {', '.join(unknown[:5])}" if unknown else "no labels"
-            raise ValueError(f"--eval-data {evaluation} has {got}; expected images labelled with the classes there")
-        missing = sorted(set(index.classes) - set(tests.classes))
-        if labelled and missing:
-            raise ValueError(
-                f"--eval-data {evaluation} lacks {len(missing)} of the {len(index.classes)} classes of {training}: "
-                f"{', '.join(missing[:5])}; expected all of them, by the same names"
-            )
-        return index, bad, tests
-
-    return ranks.on_first(scan)
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 def check_share(config: RunConfig, data: str, index: Data, bad: dict[int, str]) -> None:
@@ -135,7 +83,7 @@ def check_share(config: RunConfig, data: str, index: Data, bad: dict[int, str]) 
         )
 
 
-def _check_folder(config: RunConfig) -> None:
+def check_folder(config: RunConfig) -> None:
     output = config.output.absolute()
     there = next(path for path in (output, *output.parents) if path.exists())
     if not there.is_dir():
@@ -152,7 +100,7 @@ def open_output(config: RunConfig, index: Data, ranks: Ranks) -> tuple[dict[str,
     """
 
     def open_it() -> tuple[Path | None, list[str]]:
-        _check_folder(config)
+        check_folder(config)
         described = _describe(config, index)
         path = config.output / "config.json"
         new = not path.exists()
@@ -171,8 +119,7 @@ def open_output(config: RunConfig, index: Data, ranks: Ranks) -> tuple[dict[str,
         if not new:
             _check_same_run(path, described, config, index)
         kept = config.output / "index" / KEPT
-        if isinstance(index, Index) and (new or Index.kept(kept, index.root) is None):
-            index.keep(kept)
+        index.keep(kept, anew=new)
         checkpoint.write_atomically(path, (json.dumps(described, indent=2) + "\n").encode())
         return checkpoint.newest(config.output / "checkpoints")
 
@@ -198,7 +145,7 @@ def lock(output: Path) -> None:
 
 
 def save(
-    saver: checkpoint.Saver, config: RunConfig, loader: Loader | CocoLoader, ranks: Ranks, step: int, training, report
+    saver: checkpoint.Saver, config: RunConfig, loader: Loads, ranks: Ranks, step: int, training: Trains, report
 ) -> None:
     """Saves everything that step ``step`` + 1 depends on. Called by all ranks; rank 0 writes, in the background."""
     for bad in ranks.gather(loader.bad):
@@ -210,7 +157,7 @@ def save(
         write_rejected(config.output, loader.index, loader.bad)
 
 
-def restore(state: dict[str, Any], loader: Loader | CocoLoader, training, report) -> None:
+def restore(state: dict[str, Any], loader: Loads, training: Trains, report) -> None:
     """Puts a saved state back."""
     training.load_state_dict(state)
     report.load_state_dict(state["report"])
@@ -218,7 +165,7 @@ def restore(state: dict[str, Any], loader: Loader | CocoLoader, training, report
     loader.bad.update({sample: reason for sample, reason in state["bad"].items() if reason != CHANGED})
 
 
-def write_skipped(config: RunConfig, loader: Loader | CocoLoader, ranks: Ranks, step: int, *, groups: int = 1) -> Path:
+def write_skipped(config: RunConfig, loader: Loads, ranks: Ranks, step: int, *, groups: int = 1) -> Path:
     """``skipped.json``: the seed, and the images of the batches from the last log line to ``step``. For all ranks.
     ``groups``: steps that each batch is good for."""
     first, last = max(0, step - config.log_every) // groups, (step - 1) // groups
@@ -268,7 +215,7 @@ def named(reasons: Iterable[tuple[str, str]]) -> str:
 
 def _describe(config: RunConfig, index: Data) -> dict[str, Any]:
     """The content of ``config.json``."""
-    reader = "nvidia.dali" if isinstance(index, Index) else "torchvision"  # only the one that is needed is imported
+    reader = index.reader  # only the one that is needed is imported
     return {
         "program": config.PROGRAM,
         "config": json.loads(json.dumps(dataclasses.asdict(config), default=str)),
@@ -309,20 +256,4 @@ def _check_same_run(path: Path, now: dict[str, Any], config: RunConfig, index: D
             f"{output} holds another run ({'; '.join(changed)}); expected the same options or another --output"
         )
     if data != now["data"]:
-        if isinstance(index, CocoData):
-            raise ValueError(
-                f"{output} holds a run on other annotations than {index.annotations}; expected the same "
-                "--train-annotations or another --output"
-            )
-        kept = Index.kept(output / "index" / KEPT, index.root)
-        what = f"{images:,} images there, {now['data']['images']:,} now"
-        if kept is not None:
-            named = {kind: paths for kind, paths in kept.changes(index).items() if paths}
-            parts = (f"{len(paths):,} {kind} ({printable(paths[0])})" for kind, paths in named.items())
-            what = ", ".join([what, *parts])
-        way = "or --resume changed to go on without what is gone, changed or new"
-        if kept is None:
-            way = f"(--resume changed needs {KEPT} in its folder index, which is missing or damaged)"
-        raise ValueError(
-            f"{output} holds a run on other images ({what}); expected the same --data, another --output, {way}"
-        )
+        raise ValueError(f"{output} holds a run on {index.differing(output / 'index' / KEPT, images)}")

@@ -13,13 +13,57 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from kernels import gather_patches, sample_views
-from model import AdaptiveClip, FlatParameters, KeyNetwork, QueryNetwork, clip_units, contrastive_loss
+from kernels.reference import MAX_PATCHES
+from model import (
+    AdaptiveClip,
+    FlatParameters,
+    KeyNetwork,
+    QueryNetwork,
+    clip_units,
+    contrastive_loss,
+    create_encoder,
+    patch_grid,
+    timm_arguments,
+)
 from pipeline import Batch
 
 from .recipes import Config, ImagesConfig, learning_rate, momentum_coefficient
-from .session import new_encoder, plan_patches
 
 FIGURES = "loss", "similarity", "feature_std"  # what a step returns
+
+
+def encoder_arguments(config: Config) -> dict[str, int]:
+    """What ``timm.create_model`` takes beside the name."""
+    return timm_arguments(image_size=config.image_size, patch_size=config.patch_size, depth=config.depth)
+
+
+def new_encoder(config: Config) -> VisionTransformer:
+    """The untrained encoder of a config, always the same."""
+    return create_encoder(
+        config.model, sincos=config.position_embedding == "sincos", frozen_patch_embed=config.frozen_patch_embed,
+        seed=config.seed, **encoder_arguments(config),
+    )  # fmt: skip
+
+
+def plan_patches(config: Config) -> tuple[int, tuple[int, int], int]:
+    """Patch side P in pixels, grid (Gh, Gw), and number K of patches kept per view; ValueError if they do not fit."""
+    patch, grid = patch_grid(config.model, **encoder_arguments(config))
+    patches = grid[0] * grid[1]
+    keep = int(config.keep_ratio * patches + 1e-9)  # floor, but 0.29 * 100 is 28.999...
+    if keep < 1:
+        raise ValueError(
+            f"--keep-ratio {config.keep_ratio} keeps none of {patches} patches; expected {1 / patches:.4g} or more"
+        )
+    if config.groups * keep > patches:
+        raise ValueError(
+            f"--groups {config.groups} --keep-ratio {config.keep_ratio}: {config.groups} disjoint groups of {keep} "
+            f"patches do not fit into {patches}; expected at most {patches // keep} groups"
+        )
+    if patches > MAX_PATCHES:
+        raise ValueError(
+            f"{patches} patches ({grid[0]} x {grid[1]}) per crop; expected at most {MAX_PATCHES}: larger patches"
+        )
+    return patch, grid, keep
 
 
 class Training:

@@ -14,15 +14,15 @@ from PIL import Image
 import finetune
 from detect import main, parse
 from model import create_encoder, timm_arguments
-from model.detector import load_detector
 from model.export import export_encoder
-from pipeline.coco import CocoData
-from pipeline.scenes import make_scenes
 from run import checkpoint
-from run.coco import evaluate
-from run.detection import RECIPES, SPLITS, DetectionConfig, learning_rate, new_detector, new_optimizer
 from run.progress import TooManySkipped
 from run.ranks import Ranks
+from transfer.detection.coco import CocoData
+from transfer.detection.detector import load_detector
+from transfer.detection.precision import evaluate
+from transfer.detection.scenes import make_scenes
+from transfer.detection.training import RECIPES, SPLITS, DetectionConfig, learning_rate, new_detector, new_optimizer
 
 pytest.importorskip("pycocotools")
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of pycocotools

@@ -15,10 +15,10 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import finetune
-from run.finetuning import Tuning, new_model
-from run.probe import fit
 from run.ranks import Ranks
-from run.tuning import TUNE_RECIPES, TuneConfig
+from transfer.finetuning import Tuning, new_model
+from transfer.probe import fit
+from transfer.recipes import TUNE_RECIPES, TuneConfig
 
 TINY = (
     "--device", "cpu", "--precision", "float32", "--threads", "1", "--model", "vit_tiny_patch16_224", "--depth", "1",

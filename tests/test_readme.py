@@ -17,7 +17,7 @@ import detect
 import finetune
 import train
 from bench.__main__ import SUBJECTS
-from pipeline.scenes import make_scenes
+from transfer.detection.scenes import make_scenes
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = [block.replace("\\\n", " ") for block in re.findall(r"```bash\n(.*?)```", README, re.S)]
@@ -85,7 +85,7 @@ def test_a_newcomer_runs_every_command(places, tmp_path_factory, monkeypatch, ca
             module = "bench.__main__" if name == "bench" else name
             assert not import_module(module).main(given), given
         done.add(name)
-    assert done >= {*PROGRAMS, "pipeline.preview", "model.export", "bench"}
+    assert done >= {*PROGRAMS, "run.preview", "model.export", "bench"}
     snippet = re.search(r"```python\n(.*?)```", README, re.S)[1].replace("RUN", places["RUN"])
     loaded = {}
     exec(snippet, loaded)

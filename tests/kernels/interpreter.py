@@ -1,0 +1,42 @@
+"""Runs kernels in Triton's interpreter: in a process of its own, because the switch is read when they are imported."""
+
+import os
+import subprocess
+import sys
+from functools import reduce
+from pathlib import Path
+
+import torch
+
+SCRIPT = """
+import math, sys, torch, kernels
+from tests.kernels.interpreter import call
+calls, empty, margins = torch.load(sys.argv[1], weights_only=False), torch.empty, []
+
+def poisoned(*shape, dtype, device):
+    poison = float("nan") if dtype.is_floating_point else -(2**31)
+    memory = empty(math.prod(shape) + 64, dtype=dtype, device=device).fill_(poison)
+    margins.append((memory[-64:], memory[-64:].clone()))
+    return memory[:-64].view(shape)
+
+torch.empty = poisoned
+results = [call(kernels, *c) for c in calls]
+torch.empty = empty
+for margin, before in margins:
+    torch.testing.assert_close(margin, before, rtol=0, atol=0, equal_nan=True)
+torch.save([tuple(map(torch.clone, r)) if isinstance(r, tuple) else r.clone() for r in results], sys.argv[2])
+"""
+
+
+def call(module, name, args, kwargs):
+    return reduce(getattr, name.split("."), module)(*args, **kwargs)
+
+
+def interpret(calls, folder):
+    """Results of ``calls``, (name in ``kernels``, args, kwargs) each; outputs and 64 elements beyond are poisoned."""
+    paths = [str(folder / name) for name in ("calls.pt", "results.pt")]
+    torch.save(calls, paths[0])
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", SCRIPT, *paths], env=environment, cwd=root, check=True)
+    return torch.load(paths[1], weights_only=False)

@@ -1,0 +1,121 @@
+"""The code that only a GPU runs (``tl.sort``, whole words of pixels, bf16, the barrier), held to the reference."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from kernels import gather, reference, sampling
+from kernels.compiled import compile_for
+from tests.kernels.test_gather import MEAN, STD
+from tests.kernels.test_sampling import PAIRS
+from tests.kernels.ttir import evaluate
+
+# grid, keep, groups, pairs of crops, patch, dtype of the patches: Triton's name, PyTorch's, numpy's for its bits
+CASES = {
+    "all of 3x5": ((3, 5), 15, 1, PAIRS, 4, ("fp32", torch.float32, np.int32)),
+    "14x14": ((14, 14), 49, 4, PAIRS, 16, ("bf16", torch.bfloat16, np.int16)),
+    "29x47": ((29, 47), 340, 2, PAIRS[4:7], 14, ("fp16", torch.float16, np.int16)),
+}
+
+
+@pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
+def case(request):
+    grid, keep, groups, pairs, patch, dtypes = request.param
+    made = compile_for(90, grid=grid, keep=keep, groups=groups, patch=patch, dtype=dtypes[0])
+    flips = torch.tensor([[i // 2 % 2, (i + 1) % 2] for i in range(len(pairs))]).bool()
+    boxes = torch.tensor(pairs, dtype=torch.int32)
+    return {name: kernel.asm["ttir"] for name, kernel in made}, boxes, flips, request.param
+
+
+def arrays(*tensors):
+    return [x.contiguous().view(torch.uint8).numpy() if x.dtype == torch.bool else x.numpy() for x in tensors]
+
+
+@pytest.mark.parametrize(
+    ("power", "seed", "epoch"), [(0.0, -5, 2**40), (3.0, 2**63 - 1, -1), (1e5, 7, 2), (math.inf, 0, 1)]
+)
+def test_sampling(case, power, seed, epoch):
+    made, boxes, flips, (grid, keep, groups, *_) = case
+    images = len(boxes)
+    sample = torch.tensor([0, -1, 2**32, -(2**63), 2**63 - 1, 977, 2**32 + 1, 12345])[:images]
+    sizes = {"grid": grid, "keep": keep, "groups": groups, "power": power, "seed": seed, "epoch": epoch}
+    first, second = (np.full((images, groups, keep), -(2**31), np.int32) for _ in range(2))
+    numbers = torch.tensor([seed]), torch.tensor([epoch]), sampling._table(torch.device("cpu"))
+    args = *arrays(boxes, flips, sample, *numbers), first, second, *reference.fixed_power(power)
+    evaluate(made["sample_views"], args, list(np.ndindex(images, groups)))
+    for got, want in zip((first, second), reference.sample_views(boxes, flips, sample, **sizes), strict=True):
+        np.testing.assert_array_equal(got, want.numpy())
+
+
+def test_overlap(case):
+    made, boxes, flips, (grid, keep, groups, *_) = case
+    images = len(boxes)
+    n, generator = math.prod(grid), torch.Generator().manual_seed(1)
+    first = torch.stack([torch.randperm(n, generator=generator)[: groups * keep] for _ in boxes]).int()
+    first, out = first.view(images, groups, keep), np.full((images, groups, n), np.nan, np.float32)
+    evaluate(made["patch_overlap"], [*arrays(boxes, flips, first), out], list(np.ndindex(images, groups)))
+    np.testing.assert_array_equal(out, reference.patch_overlap(boxes, flips, first, grid=grid).numpy())
+
+
+@pytest.mark.parametrize(
+    ("line", "replacement", "error", "words"),
+    [
+        (r"\S+\.barrier.*", "", AssertionError, "no barrier"),
+        (r"arith\.minsi", "arith.minui", NotImplementedError, "minui"),
+        (r"(tt\.store %\w+, %\w+), %\w+", r"\1", AssertionError, "outside|one address"),
+    ],
+    ids=["race", "unknown operation", "unmasked store"],
+)
+def test_evaluator_refuses(line, replacement, error, words):
+    _, made = next(compile_for(90, grid=(3, 5), keep=15, groups=1, patch=4, dtype="fp32"))
+    code, count = re.subn(line, replacement, made.asm["ttir"])
+    boxes, numbers = np.full((1, 2, 4), 60, np.int32), [np.zeros(1, np.int64) for _ in range(3)]
+    first, second = (np.zeros((1, 1, 15), np.int32) for _ in range(2))
+    assert count
+    with pytest.raises(error, match=words):
+        args = boxes, np.zeros((1, 2), np.int8), *numbers, reference.log2_table(), first, second, 0, 0
+        evaluate(code, args, [(0, 0)])
+
+
+def evaluate_gather(made, crops, index, out, patches, strides, programs):
+    offset, factor = reference.normalisation(MEAN, STD)
+    for view in range(len(crops)):  # the evaluator wants the pointers of one load in one buffer
+        args = crops[0], crops[-1], index, out, *offset, *factor, patches, *strides
+        evaluate(made["gather_patches"], args, [(x, view) for x in programs])
+
+
+def test_gather(case):
+    made, _, _, (grid, keep, _, _, patch, (_, dtype, bits)) = case
+    n, generator = math.prod(grid), torch.Generator().manual_seed(1)
+    shape = 2, 2, grid[0] * patch, grid[1] * patch, 3
+    crops = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    index = torch.stack([torch.randperm(n, generator=generator)[:keep] for _ in range(4)]).view(2, 2, keep).int()
+    strided = torch.stack([index, -index], -1)
+    strided[0, 1, 2, 0] = n  # on a GPU, where nobody looks, it shows as NaN
+    out = np.full((2, 2, keep, 3 * patch**2), -1, bits)
+    programs = range(-(-2 * keep // gather.tile(grid, keep, patch, 16)["BLOCK"]))
+    evaluate_gather(made, arrays(*crops), *arrays(strided), out, 2 * keep, (4 * keep, 2 * keep, 2), programs)
+    want = reference.gather_patches(list(crops), index, patch=patch, mean=MEAN, std=STD, dtype=dtype)
+    want[0, 1, 2] = math.nan
+    torch.testing.assert_close(torch.from_numpy(out).view(dtype), want, rtol=0, atol=0, equal_nan=True)
+
+
+def test_gather_beyond_two_to_the_31_words(tmp_path):
+    """The last of 114,200 images: word 2**31 of the crops and element 2**32 of the output lie before it."""
+    grid, keep, patch, images = (14, 14), 49, 16, 114_200
+    made = {name: kernel.asm["ttir"] for name, kernel in compile_for(90)}
+    shapes = (images, 224, 224, 3), (2, images, keep, 3 * patch**2)
+    crops = np.memmap(tmp_path / "crops", np.uint8, "w+", shape=shapes[0])  # sparse files: only touched pages exist
+    out = np.memmap(tmp_path / "out", np.int16, "w+", shape=shapes[1])
+    assert crops[:-1].size > 8 * 2**31 and out[0, :-1].size > 2**32
+    crops[-1] = np.random.default_rng(0).integers(0, 256, shapes[0][1:])
+    index = torch.stack([torch.randperm(196, generator=torch.Generator().manual_seed(x))[:keep] for x in (1, 2)]).int()
+    block = gather.tile(grid, keep, patch, 16)["BLOCK"]
+    programs = range((images - 1) * keep // block, -(-images * keep // block))
+    evaluate_gather(made, [crops, crops], index.numpy(), out, images * keep, (keep, 0, 1), programs)
+    kwargs = {"patch": patch, "mean": MEAN, "std": STD, "dtype": torch.bfloat16}
+    want = reference.gather_patches([torch.from_numpy(crops[-1:])] * 2, index[:, None], **kwargs)
+    assert torch.equal(torch.from_numpy(out[:, -1:]).view(torch.bfloat16), want)

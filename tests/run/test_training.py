@@ -1,0 +1,375 @@
+"""The optimizer step by itself."""
+
+import copy
+import dataclasses
+import math
+import sys
+import types
+
+import pytest
+import timm
+import torch
+from conftest import on_ranks
+from torch.utils.flop_counter import FlopCounterMode
+
+from model import clip_units
+from model.heads import spread
+from pipeline import Batch
+from run.progress import IN_A_ROW, Report, TooManySkipped
+from run.ranks import Ranks
+from run.recipes import RECIPES, momentum_coefficient
+from run.training import Training, encoder_arguments
+
+CONFIG = dataclasses.replace(
+    RECIPES["toy"], batch_size=4, image_size=32, depth=1, head_hidden=16, head_out=8, ema=0.9, clip="vector",
+    warmup_epochs=0.0, log_every=4, precision="float32",
+)  # fmt: skip
+CPU = torch.device("cpu")
+
+
+def batch(device=CPU):
+    generator = torch.Generator().manual_seed(0)
+    crops = tuple(torch.randint(0, 256, (4, 32, 32, 3), generator=generator).byte() for _ in range(2))
+    boxes = torch.tensor([[[0, 0, 40, 40], [10, 10, 30, 40]]] * 4).int()
+    rest = torch.zeros(4, 2).bool(), torch.arange(4), torch.zeros(4).long()
+    return Batch(tuple(x.to(device) for x in crops), boxes.to(device), *(x.to(device) for x in rest))
+
+
+def state(training):
+    """Copies of everything that a step changes."""
+    tensors = torch.utils._pytree.tree_leaves(training.state_dict())
+    return [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_step_moves_both_networks():
+    training, loaded = Training(CONFIG, CPU), batch()
+    chosen = training.sample(loaded, 0)
+    assert chosen.shape == (2, 4, 4, training.keep)
+    before = {name: value.clone() for name, value in training.network.named_parameters()}
+    (loss, similarity, spread), finite = training.step(loaded.views, chosen[:, :, 0], 0.5)
+    assert loss > 0 and -1 <= similarity <= 1 and 0 < spread < 1 and finite
+    share = momentum_coefficient(CONFIG, 0.5)
+    now = dict(training.network.named_parameters())
+    assert all(p.grad is None for p in now.values())
+    for name, value in now.items():
+        assert torch.equal(value, before[name]) != value.requires_grad, name
+    for name, key in training.key_network.named_parameters():
+        assert not key.requires_grad
+        torch.testing.assert_close(key, share * before[name] + (1 - share) * now[name], msg=name)
+
+
+def check_a_poisoned_step(config, device, compiled):
+    """A step without a finite gradient changes nothing, and nothing that comes after: as if it had not been."""
+    runs = []
+    for poisoned in (True, False):
+        training, loaded = Training(config, device, compiled=compiled), batch(device)
+        chosen = training.sample(loaded, 0)
+        assert training.step(loaded.views, chosen[:, :, 0], 0.5)[1]
+        if poisoned:
+            before = state(training)
+            weight = training.network.predictor[0].weight
+            kept = weight.detach().clone()
+            with torch.no_grad():
+                weight[0, 0] = float("nan")
+            assert not training.step(loaded.views, chosen[:, :, 1], 0.5)[1]
+            with torch.no_grad():
+                weight.copy_(kept)
+            assert same(state(training), before)
+        training.step(loaded.views, chosen[:, :, 2], 0.5)
+        runs.append(state(training))
+    return runs
+
+
+def test_a_step_without_a_finite_gradient_changes_nothing():
+    assert same(*check_a_poisoned_step(CONFIG, CPU, False))
+
+
+@pytest.mark.parametrize(
+    "device, compiled",
+    [("cpu", False), *(pytest.param("cuda", compiled, marks=pytest.mark.gpu) for compiled in (False, True))],
+)
+def test_bfloat16_trains_alike(device, compiled):
+    """Without DALI: gradient of a step and losses of four near those in float32 on a CPU; a poisoned step skipped.
+
+    At a low learning rate: with four images to a batch norm, steps of the usual size part from each other soon.
+    """
+    exact = dataclasses.replace(CONFIG, lr=1e-5)
+    half, losses, gradients = dataclasses.replace(exact, precision="bfloat16"), [], []
+    for config, place in ((exact, CPU), (half, torch.device(device))):
+        training, loaded = Training(config, place, compiled=compiled and place != CPU), batch(place)
+        chosen = training.sample(loaded, 0)
+        losses.append([training.step(loaded.views, chosen[:, :, 0], 0.01)[0][0].item()])
+        gradients.append(training.flat.gradient.cpu().clone())
+        losses[-1] += [training.step(loaded.views, chosen[:, :, r], 0.01)[0][0].item() for r in range(1, 4)]
+    assert losses[1] != losses[0] and losses[1] == pytest.approx(losses[0], rel=0.05)
+    assert torch.cosine_similarity(*gradients, dim=0) > 0.98
+    check_a_poisoned_step(half, torch.device(device), compiled)
+
+
+def test_skipped_steps_are_counted_and_too_many_stop_the_run(tmp_path):
+    report = Report(
+        tmp_path, Ranks(0, 1, 1, CPU), figures=("loss", "similarity"), rates={"pairs_per_second": 4}, every=10, start=0,
+        total=100, steps_per_epoch=10,
+    )  # fmt: skip
+    value, nothing = torch.tensor(2.0), torch.tensor(float("nan"))
+    with report:
+        for step in range(1, 11):
+            bad = step in (3, 4, 5, 8)
+            report.step(step, [nothing] * 2 if bad else [value, value / 4], torch.tensor(not bad), 0.1)
+        assert '"loss": 2.0, "similarity": 0.5' in report.path.read_text()
+        assert '"skipped": 4' in report.path.read_text()
+        with pytest.raises(TooManySkipped, match=f"{IN_A_ROW} steps in a row"):
+            for step in range(11, 21):
+                report.step(step, [nothing] * 2, torch.tensor(step > 10 + IN_A_ROW), 0.1)
+
+
+def noted_gradients(training):
+    """Filled by every step with the gradients of the trained parameters, as they are before the clip."""
+    noted = {}
+    for name, parameter in training.network.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(
+                lambda parameter, name=name: noted.update({name: parameter.grad.double()})
+            )
+    return noted
+
+
+def clipped(units, gradients, averages, config):
+    """Equations 9 and 10, unit by unit; ``averages``, {unit: vector or norm}, is brought up to date."""
+    out = {}
+    for number, unit in enumerate(units):
+        vector = torch.cat([gradients[name].flatten() for name in unit])
+        measured, scale = (vector if config.clip == "vector" else vector.norm()), 1.0
+        if number in averages:
+            previous = averages[number]
+            if vector.norm() > config.clip_alpha * previous.norm():
+                scale = previous.norm() / vector.norm()
+            measured = config.clip_momentum * previous + (1 - config.clip_momentum) * measured
+        averages[number] = measured
+        out |= {name: gradients[name] * scale for name in unit}
+    return out
+
+
+@pytest.mark.parametrize("clip", ["off", "vector", "norm"])
+def test_updates_are_the_equations(clip):
+    """Clip, AdamW and momentum encoder over seven steps at fractional epochs, restated in float64."""
+    config = dataclasses.replace(
+        CONFIG, clip=clip, epochs=2.0, warmup_epochs=0.5, lr=3e-3, betas=(0.8, 0.99), weight_decay=0.3
+    )
+    training, loaded = Training(config, CPU), batch()
+    chosen, gradients = training.sample(loaded, 0), noted_gradients(training)
+    weights, keys = (
+        {name: value.detach().double() for name, value in network.named_parameters()}
+        for network in (training.network, training.key_network)
+    )
+    first, second, averages, held = dict.fromkeys(weights, 0.0), dict.fromkeys(weights, 0.0), {}, set()
+    for number in range(7):
+        epoch = number * 2 / 7
+        training.step(loaded.views, chosen[:, :, number % 4], epoch)
+        used = gradients if clip == "off" else clipped(clip_units(training.network), gradients, averages, config)
+        lr = 3e-3 * (epoch / 0.5 if epoch < 0.5 else math.cos(math.pi / 2 * (epoch - 0.5) / 1.5) ** 2)
+        for name, gradient in used.items():
+            held |= {(number, torch.equal(gradient, gradients[name]))}
+            first[name] = 0.8 * first[name] + 0.2 * gradient
+            second[name] = 0.99 * second[name] + 0.01 * gradient**2
+            mean, square = first[name] / (1 - 0.8 ** (number + 1)), second[name] / (1 - 0.99 ** (number + 1))
+            weights[name] = (1 - lr * 0.3) * weights[name] - lr * mean / (square.sqrt() + 1e-8)
+        share = 0.1 * math.cos(math.pi / 2 * epoch / 2) ** 2
+        keys = {name: (1 - share) * key + share * weights[name] for name, key in keys.items()}
+    for network, expected in ((training.network, weights), (training.key_network, keys)):
+        for name, value in network.named_parameters():
+            assert (value - expected[name]).abs().max() < 1e-6, name
+    assert {same for _, same in held} == ({True} if clip == "off" else {True, False})  # it does clip, not always
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_weight_decay_is_constant_and_reaches_every_trained_parameter_alike(learned):
+    """Where the gradient is 0, weights shrink by 1 - lr * weight decay, as with MoCo v3's AdamW on all parameters."""
+    config = dataclasses.replace(
+        CONFIG, lr=0.1, weight_decay=0.3, epochs=8.0, frozen_patch_embed=not learned,
+        position_embedding="learned" if learned else "sincos",
+    )  # fmt: skip
+    training, loaded = Training(config, CPU), batch()
+    for parameter in training.network.parameters():
+        torch.nn.init.normal_(parameter)
+        if parameter.requires_grad:
+            parameter.register_hook(torch.zeros_like)
+    before, factor = copy.deepcopy(training.network), 1.0
+    for epoch in (1 / 16, 2.5, 6.0):
+        training.step(loaded.views, training.sample(loaded, 0)[:, :, 0], epoch)
+        factor *= 1 - 0.3 * 0.1 * math.cos(math.pi / 2 * epoch / 8) ** 2
+    shrunk = set()
+    for (name, now), then in zip(training.network.named_parameters(), before.parameters(), strict=True):
+        torch.testing.assert_close(now, then * (factor if now.requires_grad else 1), msg=name)
+        shrunk |= {name} if now.requires_grad else set()
+    assert shrunk > {"encoder.cls_token", "encoder.norm.weight", "encoder.blocks.0.mlp.fc1.bias", "projector.1.weight"}
+    assert len(shrunk & {"encoder.pos_embed", "encoder.patch_embed.proj.weight"}) == (2 if learned else 0)
+
+
+def plain_step(config, network, key_network, crops, chosen):
+    """Loss, mean positive similarity, and gradients by name, in float64: every patch of a view is embedded first, the
+    blocks are timm's own, batch normalisation and loss are spelt out."""
+    mean, std = (torch.tensor(three, dtype=torch.float64)[:, None, None] for three in (config.mean, config.std))
+    images = [(crop.permute(0, 3, 1, 2) / 255.0 - mean) / std for crop in crops]
+
+    def features(network, image, index):
+        vit = timm.create_model(config.model, **encoder_arguments(config)).double()
+        for name, value in network.encoder.named_parameters():
+            owner, _, name = name.rpartition(".")
+            vit.get_submodule(owner)._parameters[name] = value
+        tokens = vit.patch_embed(image) + vit.pos_embed[:, 1:]
+        tokens = tokens.gather(1, index.long()[..., None].expand(-1, -1, tokens.shape[2]))
+        tokens = torch.cat([(vit.cls_token + vit.pos_embed[:, :1]).expand(len(image), -1, -1), tokens], 1)
+        return vit.norm(vit.blocks(tokens))[:, 0]
+
+    def head(modules, x):
+        for module in modules:
+            if isinstance(module, torch.nn.Linear):
+                x = x @ module.weight.T
+            elif isinstance(module, torch.nn.ReLU):
+                x = x.clamp(min=0)
+            else:
+                x = (x - x.mean(0)) / (x.var(0, unbiased=False) + 1e-5).sqrt()
+                x = x if module.weight is None else x * module.weight + module.bias
+        return x
+
+    def project(network):
+        return [head(network.projector, features(network, *view)) for view in zip(images, chosen, strict=True)]
+
+    network = copy.deepcopy(network).double()
+    projections = project(network)
+    keys = projections if key_network is None else project(copy.deepcopy(key_network).double())
+    loss, similarity = 0.0, 0.0
+    for a, b in ((0, 1), (1, 0)):
+        q, k = (x / x.norm(dim=1, keepdim=True) for x in (head(network.predictor, projections[a]), keys[b].detach()))
+        cosine = q @ k.T
+        losses = (cosine / config.temperature).exp().sum(1).log() - cosine.diagonal() / config.temperature
+        loss, similarity = loss + config.temperature * losses.mean(), similarity + cosine.diagonal().mean() / 2
+    loss.backward()
+    gradients = {name: value.grad for name, value in network.named_parameters() if value.requires_grad}
+    return loss.item(), similarity.item(), gradients
+
+
+@pytest.mark.parametrize("changes", [{"ema": 0.5}, {"ema": None, "position_embedding": "learned"}], ids=str)
+def test_a_step_is_the_plain_form_in_float64(changes):
+    """The third of three steps, when the networks differ: loss, similarity and every gradient."""
+    config = dataclasses.replace(CONFIG, **changes)
+    training, loaded = Training(config, CPU), batch()
+    chosen, gradients = training.sample(loaded, 0), noted_gradients(training)
+    for group in range(2):
+        training.step(loaded.views, chosen[:, :, group], 0.5)
+    loss, similarity, expected = plain_step(
+        config, training.network, training.key_network, loaded.views, chosen[:, :, 2]
+    )
+    found, _ = training.step(loaded.views, chosen[:, :, 2], 0.5)
+    assert found[0].item() == pytest.approx(loss, rel=2e-4)
+    assert found[1].item() == pytest.approx(similarity, abs=2e-4)
+    assert gradients.keys() == expected.keys()
+    whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    for name, gradient in gradients.items():  # that of the last norm's bias, which BN takes away, is 0
+        assert (gradient - expected[name]).norm() <= 1e-3 * expected[name].norm() + 1e-6 * whole, name
+
+
+def test_two_ranks_take_the_step_of_one_process(tmp_path):
+    """Loss, similarity, and gradient (as AdamW's averages keep it after one step) of two halves and of the whole."""
+    generator = torch.Generator().manual_seed(1)
+    crops = [torch.randint(0, 256, (8, 32, 32, 3), generator=generator).byte() for _ in range(2)]
+    chosen = torch.stack([torch.rand(8, 16, generator=generator).argsort(1)[:, :4] for _ in range(2)]).int()
+    torch.save([crops, chosen], tmp_path / "in.pt")
+    training = Training(CONFIG, CPU)
+    (loss, similarity, _), _ = training.step(crops, chosen, 0.5)
+    on_ranks(
+        2,
+        """
+        sys.path.insert(0, "tests")
+        from test_training import CONFIG, CPU, Training
+        crops, chosen = torch.load(folder / "in.pt")
+        half = slice(4 * rank, 4 * rank + 4)
+        training = Training(CONFIG, CPU, ranks=2)
+        (loss, similarity, _), _ = training.step([crop[half] for crop in crops], chosen[:, half], 0.5)
+        torch.save([loss, similarity, training.optimizer.state_dict()["state"]], folder / f"out{rank}.pt")
+        """,
+        tmp_path,
+    )
+    first, second = (torch.load(tmp_path / f"out{rank}.pt") for rank in range(2))
+    for number, whole in enumerate((loss, similarity)):
+        torch.testing.assert_close((first[number] + second[number]) / 2, whole, rtol=1e-4, atol=1e-5)
+    for key, state in training.optimizer.state_dict()["state"].items():
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(first[2][key][name], second[2][key][name])
+            assert (first[2][key][name] - state[name]).norm() <= 1e-4 * state[name].norm()
+
+
+def test_gradients_of_ranks_that_compile_compute_again_or_compress(tmp_path):
+    """Computing activations again changes nothing, compiling little (and BN over the ranks stays in the graph);
+    gradients exchanged in bfloat16 are rounded to 8 bits, no more."""
+    on_ranks(
+        2,
+        """
+        sys.path.insert(0, "tests")
+        from test_training import CONFIG, CPU, Training, batch, dataclasses
+        loaded = batch()
+        mine = tuple(crops[2 * rank : 2 * rank + 2] for crops in loaded.views)
+        found = []
+        for more in ({}, {"grad_checkpointing": True}, {"compress_gradients": True}, None):
+            config = dataclasses.replace(CONFIG, **more or {})
+            training = Training(config, CPU, ranks=2, compiled=more is None)
+            training.step(mine, training.sample(loaded, 0)[:, 2 * rank : 2 * rank + 2, :, 0], 0.5)
+            found.append(training.optimizer.state_dict()["state"][0]["exp_avg"])
+        exact, again, rounded, compiled = found
+        assert torch.equal(exact, again)
+        assert (compiled - exact).norm() < 1e-4 * exact.norm()
+        difference = (rounded - exact).norm() / exact.norm()
+        assert 1e-4 < difference < 2**-8, difference
+        """,
+        tmp_path,
+    )
+
+
+def test_tensorboard_gets_every_record_where_it_is_installed(tmp_path, monkeypatch):
+    written = []
+
+    class Writer:
+        def __init__(self, folder, purge_step):
+            written.append((folder, purge_step))
+
+        def add_scalar(self, name, value, step):
+            written.append((name, value, step))
+
+        def flush(self):
+            pass
+
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = Writer
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    report = Report(
+        tmp_path, Ranks(0, 1, 1, CPU), figures=("loss",), rates={}, every=1, start=3, total=9, steps_per_epoch=2
+    )
+    report.step(4, [torch.tensor(2.0)], torch.tensor(True), 0.5)
+    assert written[0] == (str(tmp_path / "tensorboard"), 4)
+    assert {("loss", 2.0, 4), ("epoch", 2.0, 4), ("learning_rate", 0.5, 4)} <= set(written)
+
+
+def test_spread_is_one_of_directions_and_zero_of_a_point():
+    torch.manual_seed(0)
+    assert spread(torch.randn(4000, 16)).item() == pytest.approx(1, abs=0.01)
+    assert spread(torch.ones(8, 16) * torch.rand(8, 1)).item() == pytest.approx(0, abs=1e-3)
+    assert spread(torch.randn(4000, 16) + 10) < 0.2
+
+
+@pytest.mark.parametrize("ema", [None, 0.9])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_work_by_formula_is_the_work_that_torch_counts(ema, frozen):
+    training, loaded = Training(dataclasses.replace(CONFIG, ema=ema, frozen_patch_embed=frozen), CPU), batch()
+    chosen = training.sample(loaded, 0)
+    with FlopCounterMode(display=False) as counter:
+        training.step(loaded.views, chosen[:, :, 0], 0.5)
+    products = {op: flop for op, flop in counter.get_flop_counts()["Global"].items() if "aps" not in str(op)}
+    attention = 4 * (training.keep + 1) ** 2 * 192 * 2 * 4  # of a forward pass: torch does not look into ours
+    counted = sum(products.values()) + attention * (3 + (ema is not None))
+    loss = 2 * (2 * 2 * 4 * 4 * 8)  # of all queries with all keys, forward and backward
+    assert training.flop_per_pair * 4 == counted - loss

@@ -1,0 +1,172 @@
+"""Encoders come back as they were saved, from every kind of source, and never in part."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from timm.layers import resample_abs_pos_embed
+from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
+
+from transfer.pretrained import load_encoder
+
+NAME, SHAPE = "vit_tiny_patch16_224", {"patch_size": 8, "depth": 2}
+IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+def made(**more):
+    torch.manual_seed(0)
+    return timm.create_model(NAME, **{"img_size": 32, "num_classes": 0} | SHAPE | more).eval()
+
+
+def features(vit):
+    return vit.forward_head(vit.eval().forward_features(IMAGES), pre_logits=True)
+
+
+def load(path, **more):
+    return load_encoder(path, model=NAME, **SHAPE | more)
+
+
+@pytest.fixture
+def run(undisturbed, tmp_path):
+    """A finished run that may be changed."""
+    return shutil.copytree(undisturbed[0], tmp_path / "run")
+
+
+def test_a_run_its_file_and_its_checkpoints(run, tmp_path):
+    description = json.loads((run / "encoder.json").read_text())
+    plain = timm.create_model(NAME, checkpoint_path=str(run / "encoder.safetensors"), **description["arguments"])
+    expected = features(plain)
+    for suffix in (".safetensors", ".json"):
+        shutil.copy(run / f"encoder{suffix}", tmp_path / f"mine{suffix}")
+    newest = run / "checkpoints" / "step-00000032.pt"
+
+    def check(source):
+        vit, found = load_encoder(source)
+        assert type(vit) is VisionTransformer and torch.equal(features(vit), expected), source
+        assert {**found, "training": None} == {**description, "training": None}
+        assert (found["training"]["steps"], found["training"]["images"]) == (32, 48)
+
+    for source in (run, run / "encoder.safetensors", tmp_path / "mine.safetensors", newest):
+        check(source)
+    # A run that was continued past its export, and one that has none yet.
+    (run / "encoder.json").write_text(json.dumps(description | {"training": {"steps": 24}}))
+    save_file(made(depth=1, patch_size=16).state_dict(), run / "encoder.safetensors")
+    check(run)
+    for suffix in (".safetensors", ".json"):
+        (run / f"encoder{suffix}").unlink()
+    check(run)
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 255
+    newest.write_bytes(content)
+    with pytest.warns(UserWarning, match=r"step-00000032.pt is damaged .*; the one before it is used"):
+        assert load_encoder(run)[1]["training"]["steps"] == 30
+
+
+@pytest.mark.parametrize("name", ["bare.safetensors", "bare.bin", "model.pth", "state_dict.pt"])
+def test_checkpoints_of_timm(tmp_path, name):
+    vit = made(num_classes=10)
+    path, state = tmp_path / name, vit.state_dict()
+    wrapped = {f"module.{key}": tensor for key, tensor in state.items()}
+    nested = {"bare": state, "model": {"model": state, "epoch": 3}, "state_dict": {"state_dict": wrapped}}[path.stem]
+    save_file(state, path) if path.suffix == ".safetensors" else torch.save(nested, path)
+    found, description = load(path)
+    assert torch.equal(features(found), features(vit))
+    assert description["arguments"] == {"img_size": 32, "num_classes": 0, **SHAPE}  # the size is that of the positions
+    assert (description["mean"], description["std"]) == ([0.5] * 3, [0.5] * 3)  # as timm has it for this model
+    assert torch.equal(load(path, num_classes=10)[0](IMAGES), vit(IMAGES))  # its own head
+    assert load(path, num_classes=7, drop_path_rate=0.1)[0](IMAGES).shape == (2, 7)  # a fresh one
+    with pytest.raises(ValueError, match=r"does not say which model it is of; expected --model"):
+        load_encoder(path)
+
+
+@pytest.mark.parametrize(
+    "change, more, problem",
+    [
+        ({"norm.bias": None}, {}, r"1 missing: norm.bias$"),
+        ({"cls_token_2": torch.zeros(1)}, {}, r"1 left over: cls_token_2$"),
+        ({"norm.bias": torch.zeros(1)}, {}, r"1 of another shape: norm.bias \[1\] instead of \[192\]$"),
+        ({"head.bias": torch.zeros(10)}, {"num_classes": 10}, r"1 missing: head.weight$"),
+        ({"head.weight": torch.zeros(10, 64)}, {"num_classes": 10}, r"missing: head.bias; .*: head.weight \[10, 64"),
+        ({"pos_embed": torch.zeros(1, 1 + 12, 192)}, {}, r"pos_embed \[1, 13, 192\] instead of"),
+        ({"pos_embed": torch.zeros(1, 1 + 16, 64)}, {"img_size": 32}, r"pos_embed \[1, 17, 64\] instead of"),
+        ({}, {"depth": 1}, r"12 left over: blocks.1.attn.proj.bias, .*, blocks.1.norm2.weight$"),
+        ({}, {"depth": 6}, r"48 missing: blocks.2.norm1.weight, .* and 18 more$"),
+        ({}, {"patch_size": 16}, r"patch_embed.proj.weight \[192, 3, 8, 8\] instead of \[192, 3, 16, 16\]"),
+        ({}, {"reg_tokens": 4}, r"1 missing: reg_token"),
+    ],
+)  # fmt: skip
+def test_half_loads_are_refused(tmp_path, change, more, problem):
+    state = {key: tensor for key, tensor in (made().state_dict() | change).items() if tensor is not None}
+    save_file(state, tmp_path / "timm.safetensors")
+    with pytest.raises(ValueError, match=rf"timm.safetensors does not fit {NAME} .*{problem}"):
+        load(tmp_path / "timm.safetensors", **more)
+
+
+@pytest.mark.parametrize("own, new", [(32, 48), (32, (16, 40)), ((16, 64), (64, 16)), ((24, 40), 32)])
+def test_another_size_resamples_the_positions_as_timm_does(tmp_path, own, new):
+    vit = made(img_size=own)
+    (tmp_path / "mine.json").write_text(json.dumps({
+        "model": NAME, "arguments": {"img_size": own, **SHAPE}, "mean": [0, 0, 0], "std": [1, 1, 1], "training": {},
+    }))  # fmt: skip
+    save_file(vit.state_dict(), tmp_path / "mine.safetensors")
+    found, description = load_encoder(tmp_path / "mine.safetensors", image_size=new)
+    assert description["arguments"]["img_size"] == new and found.patch_embed.img_size == timm.layers.to_2tuple(new)
+    grids = {"old_size": vit.patch_embed.grid_size, "new_size": found.patch_embed.grid_size}
+    state = vit.state_dict()
+    expected = state | {"pos_embed": resample_abs_pos_embed(state["pos_embed"], **grids)}
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in found.state_dict().items())
+    assert not torch.equal(found.pos_embed, vit.pos_embed)
+    with pytest.raises(ValueError, match=r"--image-size 30 is not divisible by the patch size 8"):
+        load_encoder(tmp_path / "mine.safetensors", image_size=30)
+
+
+def test_a_model_of_timm_at_the_size_it_had_and_at_another(tmp_path):
+    """Against timm's own way from a checkpoint to a model of another size."""
+    vit = made(img_size=48, class_token=False, reg_tokens=2, global_pool="avg")  # registers, no class token
+    save_file(vit.state_dict(), tmp_path / "timm.safetensors")
+    pooling = {"class_token": False, "reg_tokens": 2, "global_pool": "avg"}
+    for size in (48, 32):
+        expected = made(img_size=size, **pooling)
+        expected.load_state_dict(checkpoint_filter_fn(vit.state_dict(), expected))
+        found = load(tmp_path / "timm.safetensors", image_size=size if size == 32 else None, **pooling)[0]
+        assert found.patch_embed.img_size == (size, size)
+        assert all(torch.equal(tensor, found.state_dict()[key]) for key, tensor in expected.state_dict().items())
+
+
+class Trap:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.write_text, (self.path, "unpickled")
+
+
+def test_what_is_no_encoder_is_refused(run, tmp_path):
+    def refused(source, problem, **more):
+        with pytest.raises(ValueError, match=problem):
+            load_encoder(source, **more)
+
+    torch.save(made().state_dict() | {"more": Trap(tmp_path / "trap")}, tmp_path / "trap.pth")
+    refused(tmp_path / "trap.pth", r"trap.pth is no checkpoint that can be read safely", model=NAME)
+    assert not (tmp_path / "trap").exists()
+    torch.save({"network": made().state_dict(), "step": 3}, tmp_path / "other.pt")
+    refused(tmp_path / "other.pt", r"other.pt holds network, step; expected the weights", model=NAME)
+    (tmp_path / "torn.safetensors").write_bytes((run / "encoder.safetensors").read_bytes()[:5000])
+    refused(tmp_path / "torn.safetensors", r"torn.safetensors is no checkpoint", model=NAME)
+    save_file(made().state_dict(), tmp_path / "whole.safetensors")
+    refused(tmp_path / "whole.safetensors", r"--model resnet18 is no plain Vision Transformer", model="resnet18")
+    refused(tmp_path / "nothing", r"nothing does not exist")
+    refused(run, r"--model vit_base_patch16_224: .*run is a vit_tiny_patch16_224", model="vit_base_patch16_224")
+    (run / "encoder.json").write_text('{"model": 1}')
+    refused(run, r"encoder.json does not describe an encoder")
+    (run / "encoder.json").write_text("{")
+    refused(run, r"encoder.json is not the JSON of")
+    shutil.rmtree(run / "checkpoints")
+    (run / "encoder.safetensors").unlink()
+    refused(run, r"run holds no encoder.safetensors, no checkpoint of a run and no model in timm's hub layout")

@@ -1,0 +1,185 @@
+"""Encoders to start from, wherever they come from: our runs, their exports, any plain ViT of timm."""
+
+import json
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import timm
+from timm.layers import resample_abs_pos_embed
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
+
+from model import timm_arguments
+from model.encoder import create_plain
+from run import checkpoint
+
+HEAD = ("head.weight", "head.bias")  # the classifier, as timm calls it
+SHOWN = 30  # keys of a kind in an error
+
+
+def load_encoder(
+    source: Path, *, model: str | None = None, image_size: int | tuple[int, int] | None = None, **more
+) -> tuple[VisionTransformer, dict[str, Any]]:
+    """An encoder with its weights, as timm's own VisionTransformer on the CPU, and the description of it.
+
+    ``source``: the folder of a run (its encoder, or its newest whole checkpoint where that is further), a checkpoint
+    of a run, ``encoder.safetensors`` with its JSON beside it, a folder in timm's hub layout, or a checkpoint with the
+    keys of timm, for which ``model`` names the architecture as ``timm.create_model`` takes it (of several sets of
+    weights in it timm prefers averaged ones). Nothing but tensors and plain values is unpickled.
+
+    ``image_size`` in pixels, square or (height, width): where it is not the encoder's own, the position embedding is
+    resampled by timm's function. ``more`` goes to ``timm.create_model``. There is no classifier unless ``num_classes``
+    asks for one, which is new but where the source has one of as many classes.
+
+    The description is that of ``encoder.json``: ``model``, ``arguments`` (which made the encoder that is returned),
+    ``mean`` and ``std`` per channel of pixels in [0, 1], ``training`` (what is known of it). ValueError for anything
+    that is no such source, and for weights that are missing, left over or of another shape, with their names.
+    """
+    source = Path(source)
+    description, state = _read(source, model)
+    name, arguments = description["model"], description["arguments"] | {"num_classes": 0} | more
+    own = create_plain(name, arguments, device="meta")
+    prefix = own.pos_embed.shape[1] - own.patch_embed.num_patches  # class and register tokens that have positions
+    positions = state.get("pos_embed")
+    grid = own.patch_embed.grid_size
+    if positions is not None and "img_size" not in arguments:
+        grid = _grid(positions.numel() // own.embed_dim - prefix, grid)
+    size = image_size or tuple(side * own.patch_embed.patch_size[0] for side in grid)
+    arguments["img_size"] = size if isinstance(size, int) or size[0] != size[1] else size[0]
+    vit = create_plain(name, arguments)
+
+    if positions is not None and positions.shape == (1, prefix + math.prod(grid), vit.embed_dim):
+        state["pos_embed"] = resample_abs_pos_embed(
+            positions, new_size=vit.patch_embed.grid_size, old_size=grid, num_prefix_tokens=prefix
+        )
+    if HEAD[0] in state and state[HEAD[0]].shape[:1] != (vit.num_classes,):
+        for key in HEAD:
+            state.pop(key, None)
+    fresh = () if any(key in state for key in HEAD) else HEAD
+    _check_fit(f"{source} does not fit {name} {arguments}", vit.state_dict(), state, fresh)
+    vit.load_state_dict(state, strict=False)
+    for statistic in ("mean", "std"):
+        description.setdefault(statistic, list(vit.pretrained_cfg[statistic]))
+    return vit, description | {"arguments": arguments}
+
+
+def _grid(patches: int, own: tuple[int, int]) -> tuple[int, int]:
+    """The grid of so many patches: the model's own where that fits, or else a square, as all models of timm have."""
+    side = math.isqrt(max(patches, 0))
+    return own if math.prod(own) == patches or side * side != patches or not side else (side, side)
+
+
+def _check_fit(what: str, expected: dict[str, Tensor], got: dict[str, Tensor], fresh: tuple[str, ...]) -> None:
+    problems = {
+        "missing": [key for key in expected if key not in got and key not in fresh],
+        "left over": [key for key in got if key not in expected],
+        "of another shape": [
+            f"{key} {list(got[key].shape)} instead of {list(tensor.shape)}"
+            for key, tensor in expected.items()
+            if key in got and got[key].shape != tensor.shape
+        ],
+    }
+    found = [
+        f"{len(keys)} {kind}: {', '.join(keys[:SHOWN])}" + (f" and {len(keys) - SHOWN} more" if keys[SHOWN:] else "")
+        for kind, keys in problems.items()
+        if keys
+    ]
+    if found:
+        raise ValueError(f"{what}: {'; '.join(found)}")
+
+
+# ---- Sources: what is said about an encoder, and its weights
+
+
+def _read(source: Path, model: str | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    if not source.exists():
+        raise ValueError(f"{source} does not exist; expected a run, its encoder.safetensors or a checkpoint")
+    if source.is_dir():
+        description, state = _read_folder(source)
+    elif source.suffix == ".safetensors" and source.with_suffix(".json").exists():
+        description, state = _read_export(source)
+    elif source.match("checkpoints/step-*.pt"):
+        description, state = _read_checkpoint(source)
+    elif model is None:
+        raise ValueError(f"{source} does not say which model it is of; expected --model with its name in timm")
+    else:
+        return {"model": model, "arguments": {}, "training": {"checkpoint": source.name}}, _weights(source)
+    if model not in (None, description["model"]):
+        raise ValueError(f"--model {model}: {source} is a {description['model']}; expected that or no --model")
+    return description, state
+
+
+def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    layout = folder / "config.json"
+    written = (path for stem in ("encoder", "model") if (path := folder / f"{stem}.json").exists())  # by fine-tuning
+    exported = next(written, folder / "encoder.json").with_suffix(".safetensors")
+    newest, damaged = checkpoint.newest(folder / "checkpoints")
+    for line in damaged:
+        warnings.warn(f"{line}; the one before it is used", stacklevel=4)
+    if exported.exists():
+        description, state = _read_export(exported)
+        if newest is None or checkpoint.step_of(newest) <= description["training"].get("steps", 0):
+            return description, state
+    if newest is not None:
+        return _read_checkpoint(newest)
+    if layout.exists() and "architecture" in (known := _json(layout)):
+        return _read_hub(folder, known)
+    raise ValueError(
+        f"{folder} holds no encoder.safetensors, no checkpoint of a run and no model in timm's hub layout; expected "
+        "one of these (a run writes its first checkpoint after --checkpoint-every steps)"
+    )
+
+
+def _read_export(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    description = _json(path.with_suffix(".json"))
+    if not {"model", "arguments", "mean", "std", "training"} <= set(description):
+        raise ValueError(f"{path.with_suffix('.json')} does not describe an encoder; expected what a run writes")
+    return description, _weights(path)
+
+
+def _read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    stored = checkpoint.load(path)
+    try:
+        run, network, step = json.loads(stored["run"]), stored["network"], stored["step"]
+        config, images = run["config"], run["data"]["images"]
+        sizes = {name: config[name] for name in ("image_size", "patch_size", "depth")}
+        description = {
+            "model": config["model"], "arguments": timm_arguments(**sizes), "mean": config["mean"],
+            "std": config["std"],
+            "training": {"method": "APS", "recipe": config["recipe"], "steps": step, "images": images},
+        }  # fmt: skip
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{path} is not a checkpoint of a run of train.py; expected one of those") from None
+    prefix = "encoder."
+    return description, {key.removeprefix(prefix): t for key, t in network.items() if key.startswith(prefix)}
+
+
+def _read_hub(folder: Path, known: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    training = known.get("training", {"checkpoint": folder.name})
+    description = {"model": known["architecture"], "arguments": known.get("model_args", {}), "training": training}
+    data = known.get("pretrained_cfg", known)  # older files have it at the top
+    description |= {name: data[name] for name in ("mean", "std") if name in data}
+    files = [folder / name for name in ("model.safetensors", "pytorch_model.bin")]
+    return description, _weights(next((path for path in files if path.exists()), files[0]))
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is not the JSON of an encoder or a run ({error})") from None
+
+
+def _weights(path: Path) -> dict[str, Tensor]:
+    """The state dict in a file; nested ones and the prefixes of wrappers as timm knows them."""
+    try:
+        state = timm.models.load_state_dict(str(path), weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # whatever safetensors, zip, pickle or torch find wrong with it
+        raise ValueError(f"{path} is no checkpoint that can be read safely: {error}") from None
+    if not all(isinstance(tensor, Tensor) for tensor in state.values()):
+        raise ValueError(f"{path} holds {', '.join(list(state)[:5])}; expected the weights of a model by name")
+    return state

@@ -1,0 +1,107 @@
+"""Probes: what a frozen encoder is worth, by a linear classifier on its features or by their nearest neighbours."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
+
+from pipeline import Index
+
+from . import knn
+
+PENALTIES = tuple(10.0**exponent for exponent in range(0, -7, -1))  # of the linear probe, strongest first
+HELD_OUT = 10  # one of so many training images chooses among them
+CHUNK = 65_536  # rows at a time: with 1,000 classes a quarter of a GiB
+
+
+def knn_probe(vit: VisionTransformer, index: Index, evaluation: Index, *, images: int, **how) -> dict[str, Any]:
+    """k-NN accuracy in percent, as ``transfer.knn`` has it: "top1", "train_images", "eval_images", and "left_out",
+    {file: reason}.
+
+    ``images``: at most so many of each index, evenly spaced; 0: all. ``how``: further arguments of ``knn.features``.
+    """
+    scores = knn.compare(
+        {"probe": vit}, index, evaluation, bank=images or len(index), queries=images or len(evaluation), **how
+    )
+    return {
+        "top1": scores["knn_probe"],
+        "train_images": scores["knn_bank"],
+        "eval_images": scores["knn_queries"],
+        "left_out": scores["knn_bad"],
+    }
+
+
+def linear_probe(vit: VisionTransformer, index: Index, evaluation: Index, *, images: int, **how) -> dict[str, Any]:
+    """Accuracy of a linear classifier of the features, in percent: as ``knn_probe``, with "penalty" and, for more than
+    five classes, "top5".
+
+    Features of the training images as they are, without augmentation, each standardised as by the BatchNorm without
+    parameters that MAE probes with (arXiv 2111.06377, appendix A.1). The penalty is that of ``PENALTIES`` that does
+    best on every ``HELD_OUT``-th training image; with it the classifier is fitted to all of them.
+    """
+    bad: dict[int, str] = {}
+    bad_queries: dict[int, str] = {}
+    samples, queries = (knn.subset(part, images or len(part)) for part in (index, evaluation))
+    (rows,), labels = knn.features([vit], index, samples, bad=bad, **how)
+    (asked,), truth = knn.features([vit], evaluation, queries, bad=bad_queries, **how)
+    number = {name: position for position, name in enumerate(index.classes)}
+    truth = torch.tensor([number[name] for name in evaluation.classes], device=truth.device)[truth]
+    labels = labels.clone()  # of inference mode, which has no gradients
+    deviation, mean = torch.std_mean(rows, dim=0)
+    rows, asked = ((part - mean) / (deviation + 1e-6) for part in (rows, asked))
+
+    classes = len(index.classes)
+    held = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
+    held[::HELD_OUT] = True
+    best, penalty, weights = -1.0, PENALTIES[0], None
+    if len(rows) > HELD_OUT:
+        for candidate in PENALTIES:  # each from where the last has ended
+            weights = fit(rows[~held], labels[~held], classes, candidate, weights)
+            if (right := accuracy(weights, rows[held], labels[held])[0]) > best:
+                best, penalty = right, candidate
+    top1, top5 = accuracy(fit(rows, labels, classes, penalty, weights), asked, truth)
+    left_out = {index.file(i): reason for i, reason in bad.items()}
+    left_out |= {evaluation.file(i): reason for i, reason in bad_queries.items()}
+    left_out |= {f"{evaluation.root}/{path}": reason for path, reason in evaluation.rejected.items()}
+    scores = {"top1": top1} | ({"top5": top5} if classes > 5 else {})
+    return scores | {"train_images": len(rows), "eval_images": len(asked), "penalty": penalty, "left_out": left_out}
+
+
+def fit(rows: Tensor, labels: Tensor, classes: int, penalty: float, start: Tensor | None = None) -> Tensor:
+    """Multinomial logistic regression by L-BFGS: the weights [classes, D + 1], the last column being the bias, that
+    minimise the mean cross entropy plus ``penalty`` / 2 times the sum of the squared weights."""
+    weights = rows.new_zeros(classes, rows.shape[1] + 1) if start is None else start.clone()
+    weights.requires_grad_(True)
+    optimizer = torch.optim.LBFGS([weights], max_iter=200, tolerance_grad=1e-6, line_search_fn="strong_wolfe")
+
+    def objective() -> Tensor:
+        optimizer.zero_grad()
+        total = penalty / 2 * weights[:, :-1].square().sum()
+        total.backward()
+        for part, truth in zip(rows.split(CHUNK), labels.split(CHUNK), strict=True):
+            loss = F.cross_entropy(_scores(weights, part), truth, reduction="sum") / len(rows)
+            loss.backward()
+            total = total.detach() + loss.detach()
+        return total
+
+    optimizer.step(objective)
+    return weights.detach()
+
+
+def accuracy(weights: Tensor, rows: Tensor, labels: Tensor) -> tuple[float, float]:
+    """Top-1 and top-5 accuracy in percent."""
+    right = torch.zeros(2, dtype=torch.int64, device=rows.device)
+    for part, truth in zip(rows.split(CHUNK), labels.split(CHUNK), strict=True):
+        hits = _scores(weights, part).topk(min(5, len(weights)), dim=1).indices == truth[:, None]
+        right += torch.stack([hits[:, 0].sum(), hits.any(1).sum()])
+    top1, top5 = right.tolist()
+    return 100 * top1 / len(rows), 100 * top5 / len(rows)
+
+
+def _scores(weights: Tensor, rows: Tensor) -> Tensor:
+    return rows @ weights[:, :-1].T + weights[:, -1]
+
+
+PROBES = {"knn": knn_probe, "linear": linear_probe}
