@@ -10,19 +10,15 @@ reaches what ViTDet (arXiv 2203.16527) reports of other encoders is not known. N
 """
 
 import json
-import os
-import sys
 
 from model.export import write_weights
 from run import checkpoint, program
-from run.progress import Report, TooManySkipped
+from run.loop import Loop, planned, running
 from run.ranks import Ranks
-from run.session import named, open_output, restore, save, summarise_rejected, write_rejected, write_skipped
-from run.signals import STOPPED, StopRequest
+from run.session import named, open_output
 from transfer.detection.batches import CocoLoader
 from transfer.detection.precision import evaluate, table
 from transfer.detection.training import (
-    FIGURES,
     RECIPES,
     DetectionConfig,
     DetectorTraining,
@@ -33,8 +29,7 @@ from transfer.detection.training import (
 
 
 def main(arguments: list[str]) -> None:
-    # Everything that can be wrong with the command, the data or the output folder is found before any work is done.
-    try:
+    with program.opening("detect.py"):
         config = parse(arguments)
         ranks = Ranks.join(config.device)
         data, bad, evaluation = open_data(config, ranks)
@@ -45,93 +40,51 @@ def main(arguments: list[str]) -> None:
         )  # fmt: skip
         loader.bad.update(bad)
         detector, description = new_detector(config, len(data.categories))
-        state, damaged = open_output(config, data, ranks)
-    except (ValueError, OSError) as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"detect.py: {error}", file=sys.stderr)
-        Ranks.leave()
-        sys.exit(2)
+        opened = open_output(config, data, ranks)
 
-    steps_per_epoch = loader.batches_per_epoch
-    planned = max(1, round(config.epochs * steps_per_epoch))
-    steps = min(planned, config.max_steps or planned)
-    start = state["step"] if state else 0
+    steps = planned(config, loader)
+    training = DetectorTraining(config, detector, ranks, steps)
+    about = (
+        f"encoder {config.encoder}, {config.image_size} px; {len(data):,} images, {len(data.classes)} categories, "
+        f"batch {config.batch_size} on {ranks.count} x {ranks.device.type}"
+        + (f"; {data.unusable:,} objects without area are left out" if data.unusable else "")
+    )
+    rates = {"images_per_second": config.batch_size}
+    with running(config, ranks, loader, training, opened, about=about, rates=rates) as loop:
+        for images, targets in loop.steps():
+            rate = learning_rate(config, loop.step, steps)
+            figures, finite = training.step(images, targets, loop.step)
+            loop.took(figures, finite, rate)
 
-    training = DetectorTraining(config, detector, ranks, planned)
-    report = Report(
-        config.output, ranks, figures=FIGURES, rates={"images_per_second": config.batch_size},
-        every=config.log_every, start=start, total=steps, steps_per_epoch=steps_per_epoch,
-    )  # fmt: skip
-    if state:
-        restore(state, loader, training, report)
-        del state
-    saver = checkpoint.Saver(config.output / "checkpoints", last=config.keep_last, every=config.keep_every)
-    if ranks.first:
-        write_rejected(config.output, data, loader.bad)
-
-    with report, StopRequest(ranks) as stop:
-        for line in damaged:
-            report.say(f"{line}; the run goes on from the one before")
-        report.say(
-            f"encoder {config.encoder}, {config.image_size} px; {len(data):,} images, {len(data.classes)} categories, "
-            f"batch {config.batch_size} on {ranks.count} x {ranks.device.type}; "
-            + (f"steps {start + 1} to {steps}" if start < steps else f"all {start} steps are done")
-            + (f"; {data.unusable:,} objects without area are left out" if data.unusable else "")
-        )
-        step, stopped = start, False
-        try:
-            for images, targets in report.waiting_for(loader.batches(start, steps)):
-                figures, finite = training.step(images, targets, step)
-                rate = learning_rate(config, step, planned)
-                step += 1
-                report.step(step, figures, finite, rate)
-                stopped = stop.agreed(step) and step < steps
-                if step % config.checkpoint_every == 0 or step == steps or stopped:
-                    save(saver, config, loader, ranks, step, training, report)
-                if stopped:
-                    break
-        except TooManySkipped as error:
-            skipped = write_skipped(config, loader, ranks, step)
-            raise TooManySkipped(f"{error}; {skipped} names the images") from None
-        finally:  # also where there are too many
-            if ranks.first:
-                write_rejected(config.output, data, loader.bad)
-        saver.wait()
-        report.say(summarise_rejected(data, loader.bad, config.output))
-        stopped = stopped or stop.agreed(0)
-    if stopped:
-        ranks.leave()
-        report.say(f"stopped on request after step {step}, which is saved; the same command goes on from there")
-        sys.exit(STOPPED)
     if ranks.first:
         weights = config.output / "detector.safetensors"
-        report.say(f"detector: {write_weights(detector, weights, description | {'classes': data.classes})}")
+        loop.say(f"detector: {write_weights(detector, weights, description | {'classes': data.classes})}")
     if evaluation is None:
-        report.say("no --eval-annotations: no average precision")
+        loop.say("no --eval-annotations: no average precision")
     else:
-        score(config, detector, evaluation, report, step)
+        score(config, detector, evaluation, loop)
     ranks.leave()
 
 
-def score(config: DetectionConfig, detector, evaluation, report: Report, step: int) -> None:
-    """Average precision, said and recorded; all detections go to ``detections.json``."""
-    report.say(f"looking for objects in {len(evaluation):,} images, for the average precision")
+def score(config: DetectionConfig, detector, evaluation, loop: Loop) -> None:
+    """Average precision, said and recorded; all detections go to ``detections.json``. For all ranks."""
+    loop.say(f"looking for objects in {len(evaluation):,} images, for the average precision")
     figures, results, unread = evaluate(
-        detector, evaluation, size=config.image_size, workers=processes(config, report.ranks), ranks=report.ranks
+        detector, evaluation, size=config.image_size, workers=processes(config, loop.ranks), ranks=loop.ranks
     )
     if unread:
         reasons = ((evaluation.paths[position], reason) for position, reason in unread.items())
-        report.say(f"{len(unread):,} images cannot be read, nothing is found in them: {named(reasons)}")
-    if report.ranks.first:
+        loop.say(f"{len(unread):,} images cannot be read, nothing is found in them: {named(reasons)}")
+    if loop.ranks.first:
         checkpoint.write_atomically(config.output / "detections.json", json.dumps(results).encode())
         known = {name: figure for name, figure in figures.items() if figure is not None}
-        report.record({"step": step, "eval_images": len(evaluation), "eval_unread": len(unread), **known})
-        report.say(f"average precision on {len(evaluation):,} images, in percent:\n{table(figures)}")
+        loop.report.record({"step": loop.step, "eval_images": len(evaluation), "eval_unread": len(unread), **known})
+        loop.say(f"average precision on {len(evaluation):,} images, in percent:\n{table(figures)}")
 
 
 def processes(config: DetectionConfig, ranks: Ranks) -> int:
     """Those of a rank; more than its share of the cores would only be in each other's way."""
-    return min(config.workers, ranks.default_threads())
+    return min(config.workers, ranks.threads())
 
 
 def parse(arguments: list[str]) -> DetectionConfig:

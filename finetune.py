@@ -6,27 +6,22 @@ torchrun --nproc-per-node 8 finetune.py --encoder RUN --recipe imagenet --data T
 """
 
 import json
-import os
-import sys
 
 from model.export import export_encoder
-from pipeline import Index, Loader
+from pipeline import Index
 from run import program
-from run.checkpoint import Saver
-from run.images import open_data
-from run.progress import Report, TooManySkipped
+from run.images import open_data, open_loader
+from run.loop import Loop, running
 from run.ranks import Ranks
 from run.recipes import learning_rate
-from run.session import named, open_output, restore, save, summarise_rejected, write_rejected, write_skipped
-from run.signals import STOPPED, StopRequest
-from transfer.finetuning import FIGURES, Tuning, evaluate, new_model
+from run.session import named, open_output
+from transfer.finetuning import Tuning, evaluate, new_model, square
 from transfer.probe import PROBES
 from transfer.recipes import TUNE_RECIPES, TuneConfig
 
 
 def main(arguments: list[str]) -> None:
-    # Everything that can be wrong with the command, the data or the output folder is found before any work is done.
-    try:
+    with program.opening("finetune.py"):
         config = parse(arguments)
         ranks = Ranks.join(config.device)
         index, bad, evaluation = open_data(config, ranks, labelled=True)
@@ -34,80 +29,35 @@ def main(arguments: list[str]) -> None:
             probe(config, ranks, index, evaluation)
             return
         vit, description = new_model(config, len(index.classes))
-        threads = config.threads or ranks.default_threads()
-        loader = Loader(
-            index, config.augmentation, image_size=square(vit), batch_size=config.batch_size, seed=config.seed,
-            device=ranks.device, threads=threads, rank=ranks.rank, ranks=ranks.count, max_bad=config.max_bad,
-        )  # fmt: skip
+        loader = open_loader(config, ranks, index, bad, image_size=square(vit))
         if (config.mixup or config.cutmix) and config.batch_size // ranks.count % 2:
             raise ValueError(
                 f"--batch-size {config.batch_size}: expected an even number of images for each of the ranks"
             )
-        loader.bad.update(bad)
-        state, damaged = open_output(config, index, ranks)
-    except (ValueError, OSError) as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"finetune.py: {error}", file=sys.stderr)
-        Ranks.leave()
-        sys.exit(2)
+        opened = open_output(config, index, ranks)
 
-    steps_per_epoch = loader.batches_per_epoch
-    steps = max(1, round(config.epochs * steps_per_epoch))
-    steps = min(steps, config.max_steps or steps)
-    start = state["step"] if state else 0
-
-    if state:
-        description = json.loads(state["origin"])  # the encoder may have gone on meanwhile
+    if opened.state:
+        description = json.loads(opened.state["origin"])  # the encoder may have gone on meanwhile
     tuning = Tuning(config, vit, description, ranks)
+    about = (
+        f"{description['model']} {described(description)}, {square(vit)} px, {len(index.classes)} classes; "
+        f"{len(index):,} images, batch {config.batch_size} on {ranks.count} x {ranks.device.type}, "
+        f"{ranks.threads(config.threads)} input threads each"
+    )
     rates = {"images_per_second": config.batch_size}
-    report = Report(
-        config.output, ranks, figures=FIGURES, rates=rates, every=config.log_every, start=start, total=steps,
-        steps_per_epoch=steps_per_epoch,
-    )  # fmt: skip
-    if state:
-        restore(state, loader, tuning, report)
-        del state
-    saver = Saver(config.output / "checkpoints", last=config.keep_last, every=config.keep_every)
-    if ranks.first:
-        write_rejected(config.output, index, loader.bad)
+    with running(config, ranks, loader, tuning, opened, about=about, rates=rates) as loop:
+        for batch in loop.steps():
+            rate = learning_rate(config, loop.epoch)
+            figures, finite = tuning.step(batch.views[0], batch.label, loop.step, loop.epoch)
+            loop.took(figures, finite, rate)
+            if loop.due(config.eval_every):
+                with loop.report.aside():
+                    score(config, tuning, evaluation, index.classes, loop)
 
-    with report, StopRequest(ranks) as stop:
-        for line in damaged:
-            report.say(f"{line}; the run goes on from the one before")
-        report.say(
-            f"{description['model']} {described(description)}, {square(vit)} px, {len(index.classes)} classes; "
-            f"{len(index):,} images, batch {config.batch_size} on {ranks.count} x {ranks.device.type}, {threads} input "
-            f"threads each; " + (f"steps {start + 1} to {steps}" if start < steps else f"all {start} steps are done")
-        )
-        step, stopped = start, False
-        try:
-            for batch in report.waiting_for(loader.batches(start, steps)):
-                epoch = step / steps_per_epoch  # passes over the images, as the schedule counts
-                figures, finite = tuning.step(batch.views[0], batch.label, step, epoch)
-                step += 1
-                report.step(step, figures, finite, learning_rate(config, epoch))
-                if step % (config.eval_every * steps_per_epoch) == 0 and step < steps:
-                    score(tuning, evaluation, index.classes, report, step, threads)
-                stopped = stop.agreed(step) and step < steps
-                if step % config.checkpoint_every == 0 or step == steps or stopped:
-                    save(saver, config, loader, ranks, step, tuning, report)
-                if stopped:
-                    break
-        except TooManySkipped as error:
-            skipped = write_skipped(config, loader, ranks, step)
-            raise TooManySkipped(f"{error}; {skipped} names the images") from None
-        finally:  # also where there are too many
-            if ranks.first:
-                write_rejected(config.output, index, loader.bad)
-        saver.wait()
-        report.say(summarise_rejected(index, loader.bad, config.output))
-        scores = {} if stopped else score(tuning, evaluation, index.classes, report, step, threads, last=True)
+    scores = score(config, tuning, evaluation, index.classes, loop, last=True)
     ranks.leave()
-    if stopped:
-        report.say(f"stopped on request after step {step}, which is saved; the same command goes on from there")
-        sys.exit(STOPPED)
     if ranks.first:
-        export(config, tuning, index, scores, report, step)
+        export(config, tuning, index, scores, loop)
 
 
 def parse(arguments: list[str]) -> TuneConfig:
@@ -125,7 +75,7 @@ def probe(config: TuneConfig, ranks: Ranks, index: Index, evaluation: Index) -> 
     vit, description = new_model(config, 0)
     scores = PROBES[config.probe](
         vit.to(ranks.device), index, evaluation, images=config.probe_images, mean=description["mean"],
-        std=description["std"], device=ranks.device, threads=config.threads or ranks.default_threads(),
+        std=description["std"], device=ranks.device, threads=ranks.threads(config.threads),
     )  # fmt: skip
     left_out = scores.pop("left_out")
     figures = ", ".join(f"{name} {scores[name]:.2f} %" for name in ("top1", "top5") if name in scores)
@@ -139,14 +89,6 @@ def probe(config: TuneConfig, ranks: Ranks, index: Index, evaluation: Index) -> 
         file.write(json.dumps(record | {"left_out": len(left_out)}) + "\n")
 
 
-def square(vit) -> int:
-    """Side of the images of a model; ValueError where they are not square."""
-    height, width = vit.patch_embed.img_size
-    if height != width:
-        raise ValueError(f"--encoder takes images of {height} x {width} pixels; expected square ones: set --image-size")
-    return height
-
-
 def described(description: dict) -> str:
     """Where the weights come from, for the screen."""
     known = description["training"]
@@ -155,33 +97,29 @@ def described(description: dict) -> str:
     return "from scratch" if parts == ["none"] else f"({', '.join(parts) or 'of a checkpoint'})"
 
 
-def score(tuning: Tuning, evaluation: Index, classes, report: Report, step: int, threads: int, last=False) -> dict:
-    """Accuracy on all evaluation images, said and recorded."""
-    with report.aside():
-        scores, bad = evaluate(tuning, evaluation, classes, threads=threads)
-    epoch = step / report.steps_per_epoch
-    left_out = {f"{evaluation.root}/{path}": reason for path, reason in evaluation.rejected.items()}
-    left_out |= {evaluation.file(sample): reason for sample, reason in bad.items()}
+def score(config: TuneConfig, tuning: Tuning, evaluation: Index, classes, loop: Loop, *, last: bool = False) -> dict:
+    """Accuracy on all evaluation images, said and recorded. For all ranks."""
+    scores, bad = evaluate(tuning, evaluation, classes, threads=loop.ranks.threads(config.threads))
+    left_out = evaluation.left_out(bad)
     figures = ", ".join(f"{name} {value:.2f} %" for name, value in scores.items() if name.startswith("top"))
-    if report.ranks.first:
-        report.record({"step": step, "epoch": round(epoch, 4), **scores, "left_out": len(left_out)})
-    report.say(f"epoch {epoch:.4g}: {figures} of {scores['eval_images']:,} evaluation images")
+    loop.record({**scores, "left_out": len(left_out)})
+    loop.say(f"epoch {loop.epoch:.4g}: {figures} of {scores['eval_images']:,} evaluation images")
     if left_out and last:
-        report.say(f"left out {len(left_out):,} evaluation images: {named(left_out.items())}")
+        loop.say(f"left out {len(left_out):,} evaluation images: {named(left_out.items())}")
     return scores
 
 
-def export(config: TuneConfig, tuning: Tuning, index: Index, scores: dict, report: Report, step: int) -> None:
+def export(config: TuneConfig, tuning: Tuning, index: Index, scores: dict, loop: Loop) -> None:
     """Writes the model with its classifier: ``model.safetensors``, and that of the mean weights, each with its JSON."""
     description = tuning.description
-    history = {"encoder": description["training"], "recipe": config.recipe, "steps": step, "images": len(index)}
+    history = {"encoder": description["training"], "recipe": config.recipe, "steps": loop.step, "images": len(index)}
     for name, network in tuning.networks().items():
         path = export_encoder(
             network, config.output, name=description["model"], arguments=description["arguments"],
             mean=description["mean"], std=description["std"], training=history | scores,
             stem=f"model_{name}" if name else "model", classes=index.classes,
         )  # fmt: skip
-        report.say(f"model{f' ({name})' if name else ''}: {path}")
+        loop.say(f"model{f' ({name})' if name else ''}: {path}")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -45,6 +46,16 @@ class Index:
         """Absolute path of image i, or its URI; in a shard, where nothing can open it, no more than a name."""
         path = self.paths[i]
         return path if path.startswith("s3://") else os.path.join(self.root, path)
+
+    def left_out(self, bad: dict[int, str]) -> dict[str, str]:
+        """{file: reason} of all that is not used where the samples ``bad``, {sample: reason}, cannot be."""
+        named = {f"{self.root}/{path}": reason for path, reason in self.rejected.items()}
+        return named | {self.file(i): reason for i, reason in bad.items()}
+
+    def labels_among(self, classes: Sequence[str]) -> np.ndarray:
+        """int64: for each class its position in other ``classes``, which have all of these names."""
+        position = {name: number for number, name in enumerate(classes)}
+        return np.array([position[name] for name in self.classes], np.int64)
 
     def open(self) -> sources.ShardReader | None:
         """What reads the images out of shards; None where every image is a file of its own."""

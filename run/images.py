@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline import Index
+from pipeline import Index, Loader
 from pipeline.toy import make_toy
 
 from .ranks import Ranks
@@ -62,3 +62,14 @@ def open_data(
         return index, bad, tests
 
     return ranks.on_first(scan)
+
+
+def open_loader(config: ImagesConfig, ranks: Ranks, index: Index, bad: dict[int, str], *, image_size: int) -> Loader:
+    """This rank's batches of what ``open_data`` has returned; ValueError for sizes that do not divide."""
+    loader = Loader(
+        index, config.augmentation, image_size=image_size, batch_size=config.batch_size, seed=config.seed,
+        device=ranks.device, threads=ranks.threads(config.threads), rank=ranks.rank, ranks=ranks.count,
+        max_bad=config.max_bad,
+    )  # fmt: skip
+    loader.bad.update(bad)
+    return loader

@@ -2,9 +2,11 @@
 
 import argparse
 import errno
+import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from torch import distributed
@@ -12,6 +14,7 @@ from torch import distributed
 from pipeline import TooManyBadFiles
 
 from .progress import TooManySkipped
+from .ranks import Ranks
 from .signals import STOPPED
 
 Options = TypeVar("Options")
@@ -28,6 +31,19 @@ def parse(program: str, recipes: dict[str, Options], arguments: list[str]) -> Op
     recipe = first.parse_known_args(arguments)[0].recipe
     default = recipes.get(recipe, recipes["toy"])  # an unknown one is tyro's to refuse
     return tyro.cli(tyro.conf.OmitArgPrefixes[type(default)], prog=program, default=default, args=arguments)
+
+
+@contextmanager
+def opening(program: str) -> Iterator[None]:
+    """What is wrong with the command, the data or the output folder (ValueError, OSError) is said in one line and ends
+    the program with exit code 2, before any work is done."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{program}: {error}", file=sys.stderr)
+        Ranks.leave()
+        sys.exit(2)
 
 
 def run(program: str, main: Callable[[list[str]], None]) -> None:

@@ -97,6 +97,6 @@ class Ranks:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def default_threads(self) -> int:
-        """Cores of this machine per rank."""
-        return max(1, len(os.sched_getaffinity(0)) // self.local_count)
+    def threads(self, asked: int = 0) -> int:
+        """So many threads of a rank as are asked for; for 0 its share of the cores of this machine."""
+        return asked or max(1, len(os.sched_getaffinity(0)) // self.local_count)

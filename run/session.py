@@ -1,4 +1,4 @@
-"""Opening and keeping a run: its data, its output folder, its checkpoints; what is wrong with them is found here."""
+"""Opening a run: what is wrong with its output folder, or with the share of its files that are bad, is found here."""
 
 import dataclasses
 import fcntl
@@ -6,7 +6,7 @@ import importlib
 import json
 import os
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -49,26 +49,12 @@ class Data(Protocol):
         was kept in the file, and what is expected."""
 
 
-class Loads(Protocol):
-    """Numbered batches of a rank, as a session knows them."""
+@dataclasses.dataclass
+class Opened:
+    """What was found in an output folder."""
 
-    index: Data
-    bad: dict[int, str]  # {number: reason} of the files found bad so far
-    batches_per_epoch: int
-
-    def batches(self, first: int, last: int) -> Iterator[Any]: ...
-
-    def samples(self, number: int) -> Sequence[int]:
-        """The files of a batch."""
-
-
-class Trains(Protocol):
-    """What a run changes step by step."""
-
-    def state_dict(self, *, keep: bool = True) -> dict[str, Any]:
-        """A copy, on the CPU, of all that a step changes. All ranks call it; only those that ``keep`` it need it."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    state: dict[str, Any] | None  # of the newest checkpoint that is whole
+    damaged: list[str]  # a line on each newer one
 
 
 def check_share(config: RunConfig, data: str, index: Data, bad: dict[int, str]) -> None:
@@ -93,15 +79,15 @@ def check_folder(config: RunConfig) -> None:
         raise ValueError(f"--output {config.output}: {there} cannot be written to; expected a folder that can")
 
 
-def open_output(config: RunConfig, index: Data, ranks: Ranks) -> tuple[dict[str, Any] | None, list[str]]:
-    """Makes the output folder, or finds a run in it: the state to go on from, or None; and what to tell the user.
+def open_output(config: RunConfig, index: Data, ranks: Ranks) -> Opened:
+    """Makes the output folder, or finds a run in it, to go on with.
 
     ValueError if the folder holds a run of another config or other data, or any run under ``resume="never"``.
     """
 
     def open_it() -> tuple[Path | None, list[str]]:
         check_folder(config)
-        described = _describe(config, index)
+        described = describe(config, index)
         path = config.output / "config.json"
         new = not path.exists()
         if new and (there := [name for name in OURS if _is_there(config.output / name)]):
@@ -124,7 +110,7 @@ def open_output(config: RunConfig, index: Data, ranks: Ranks) -> tuple[dict[str,
         return checkpoint.newest(config.output / "checkpoints")
 
     newest, damaged = ranks.on_first(open_it)
-    return checkpoint.load(newest) if newest else None, damaged
+    return Opened(checkpoint.load(newest) if newest else None, damaged)
 
 
 def _is_there(path: Path) -> bool:
@@ -142,48 +128,6 @@ def lock(output: Path) -> None:
             os.close(file)
             raise ValueError(f"--output {output} is in use by another process; expected another folder") from None
         _locks[output] = file
-
-
-def save(
-    saver: checkpoint.Saver, config: RunConfig, loader: Loads, ranks: Ranks, step: int, training: Trains, report
-) -> None:
-    """Saves everything that step ``step`` + 1 depends on. Called by all ranks; rank 0 writes, in the background."""
-    for bad in ranks.gather(loader.bad):
-        loader.bad.update(bad)  # what one rank found costs no other rank time
-    state = training.state_dict(keep=ranks.first) | {"report": report.state_dict()}
-    if ranks.first:
-        state |= {"step": step, "bad": dict(loader.bad), "run": json.dumps(_describe(config, loader.index))}
-        saver.save(step, state)
-        write_rejected(config.output, loader.index, loader.bad)
-
-
-def restore(state: dict[str, Any], loader: Loads, training: Trains, report) -> None:
-    """Puts a saved state back."""
-    training.load_state_dict(state)
-    report.load_state_dict(state["report"])
-    # Which files are not what they were is found anew each time: they may be back.
-    loader.bad.update({sample: reason for sample, reason in state["bad"].items() if reason != CHANGED})
-
-
-def write_skipped(config: RunConfig, loader: Loads, ranks: Ranks, step: int, *, groups: int = 1) -> Path:
-    """``skipped.json``: the seed, and the images of the batches from the last log line to ``step``. For all ranks.
-    ``groups``: steps that each batch is good for."""
-    first, last = max(0, step - config.log_every) // groups, (step - 1) // groups
-    paths = loader.index.paths
-    mine = {number: [paths[s] for s in loader.samples(number)] for number in range(first, last + 1)}
-    parts = ranks.gather(mine)
-    batches = [
-        {
-            "batch": number,
-            "first_step": number * groups + 1,
-            "images": [path for part in parts for path in part[number]],
-        }
-        for number in parts[0]
-    ]
-    path = config.output / "skipped.json"
-    if ranks.first:
-        checkpoint.write_atomically(path, json.dumps({"seed": config.seed, "batches": batches}, indent=1).encode())
-    return path
 
 
 def write_rejected(output: Path, index: Data, bad: dict[int, str]) -> None:
@@ -213,7 +157,7 @@ def named(reasons: Iterable[tuple[str, str]]) -> str:
     return "; ".join(shown[:10] + ([f"and {len(shown) - 10:,} more"] if len(shown) > 10 else []))
 
 
-def _describe(config: RunConfig, index: Data) -> dict[str, Any]:
+def describe(config: RunConfig, index: Data) -> dict[str, Any]:
     """The content of ``config.json``."""
     reader = index.reader  # only the one that is needed is imported
     return {

@@ -29,8 +29,6 @@ from pipeline import Batch
 
 from .recipes import Config, ImagesConfig, learning_rate, momentum_coefficient
 
-FIGURES = "loss", "similarity", "feature_std"  # what a step returns
-
 
 def encoder_arguments(config: Config) -> dict[str, int]:
     """What ``timm.create_model`` takes beside the name."""
@@ -71,6 +69,8 @@ class Training:
 
     On a GPU the networks are compiled, which takes the first step a minute and more, unless ``compiled`` is False.
     """
+
+    FIGURES = "loss", "similarity", "feature_std"  # what a step returns
 
     def __init__(self, config: Config, device: torch.device, *, ranks: int = 1, compiled: bool | None = None):
         self.config, self.device = config, device

@@ -88,7 +88,7 @@ def on_ranks(ranks: int, code: str, folder: Path) -> None:
     script = folder / "on_ranks.py"
     script.write_text(
         "import os, sys, pathlib, torch, torch.distributed as dist\n"
-        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        f"sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n"
         "import run.ranks\n"  # before there is a group: it says why
         'dist.init_process_group("gloo")\n'
         f"rank, folder = dist.get_rank(), pathlib.Path({str(folder)!r})\n"

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import finetune
 from run.ranks import Ranks
+from run.signals import StopRequest
 from transfer.finetuning import Tuning, new_model
 from transfer.probe import fit
 from transfer.recipes import TUNE_RECIPES, TuneConfig
@@ -88,14 +89,14 @@ def test_learns_and_exports_what_it_measured(data, tuned):
 
 def test_stopped_by_a_signal_and_continued_gives_the_same_bytes(data, tuned, tmp_path, monkeypatch, capsys):
     """SIGTERM while it evaluates, then the same command; the 7 steps that are saved end within an epoch."""
-    seen = finetune.StopRequest.agreed
+    seen = StopRequest.agreed
 
     def agreed(self, step):
         if step == 7:
             signal.raise_signal(signal.SIGTERM)
         return seen(self, step)
 
-    monkeypatch.setattr(finetune.StopRequest, "agreed", agreed)
+    monkeypatch.setattr(StopRequest, "agreed", agreed)
     with pytest.raises(SystemExit) as ended:
         tune(data, tmp_path / "run")
     assert ended.value.code == 75 and "after step 7, which is saved" in capsys.readouterr().out
@@ -233,7 +234,7 @@ def test_recipes_are_those_of_the_field():
         augmentation = config.augmentation
         assert (augmentation.operations, augmentation.magnitude, augmentation.magnitude_std) == (2, 9, 0.5)
         assert config.drop_path == 0.1
-    code = "".join(path.read_text() for folder in (".", "run") for path in (ROOT / folder).glob("*.py"))
+    code = "".join(path.read_text() for folder in (".", "run", "transfer") for path in (ROOT / folder).glob("*.py"))
     assert not {f.name for f in dataclasses.fields(TuneConfig) if not re.search(rf"config\.{f.name}\b", code)}
 
 

@@ -26,7 +26,6 @@ from run.training import in_half
 from .pretrained import load_encoder
 from .recipes import TuneConfig
 
-FIGURES = "loss", "gradient_norm"  # what a step returns
 PRETRAINING = {"toy": "toy", "cifar": "cifar-vit-t", "imagenet": "imagenet-vit-s"}  # what from scratch is compared with
 
 
@@ -57,11 +56,21 @@ def new_model(config: TuneConfig, classes: int) -> tuple[VisionTransformer, dict
     return vit, description
 
 
+def square(vit: VisionTransformer) -> int:
+    """Side of the images of a model; ValueError where they are not square."""
+    height, width = vit.patch_embed.img_size
+    if height != width:
+        raise ValueError(f"--encoder takes images of {height} x {width} pixels; expected square ones: set --image-size")
+    return height
+
+
 class Tuning:
     """A model in training on one device: the network, its optimizer and the running mean of its weights.
 
     On a GPU the network is compiled, which takes the first step a minute.
     """
+
+    FIGURES = "loss", "gradient_norm"  # what a step returns
 
     def __init__(self, config: TuneConfig, vit: VisionTransformer, description: dict[str, Any], ranks: Ranks):
         self.config, self.ranks, self.device = config, ranks, ranks.device
@@ -161,8 +170,7 @@ def evaluate(
     have to call it. Keys: "top1", "top5", "top1_ema", "top5_ema", "eval_images".
     """
     ranks, networks = tuning.ranks, tuning.networks()
-    number = {name: position for position, name in enumerate(classes)}
-    translated = torch.tensor([number[name] for name in index.classes], device=ranks.device)
+    translated = torch.from_numpy(index.labels_among(classes)).to(ranks.device)
     samples = np.flatnonzero(index.labels >= 0)[ranks.rank :: ranks.count]
     bad: dict[int, str] = {}
     size = tuning.network.patch_embed.img_size[0]

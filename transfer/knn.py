@@ -82,12 +82,9 @@ def compare(encoders: dict[str, nn.Module], index: Index, evaluation: Index, *, 
     networks, bad, bad_queries = list(encoders.values()), {}, {}
     known, known_labels = features(networks, index, subset(index, bank), bad=bad, **how)
     asked, labels = features(networks, evaluation, subset(evaluation, queries), bad=bad_queries, **how)
-    number = {name: position for position, name in enumerate(index.classes)}
-    translated = torch.tensor([number[name] for name in evaluation.classes], device=labels.device)
+    translated = torch.from_numpy(evaluation.labels_among(index.classes)).to(labels.device)
     scores = {"knn_bank": len(known_labels), "knn_queries": len(labels)}
     for name, rows, candidates in zip(encoders, known, asked, strict=True):
         scores[f"knn_{name}"] = accuracy(rows, known_labels, candidates, translated[labels])
-    named = {index.file(i): reason for i, reason in bad.items()}
-    named |= {evaluation.file(i): reason for i, reason in bad_queries.items()}
-    scores["knn_bad"] = named | {f"{evaluation.root}/{path}": reason for path, reason in evaluation.rejected.items()}
+    scores["knn_bad"] = {index.file(i): reason for i, reason in bad.items()} | evaluation.left_out(bad_queries)
     return scores

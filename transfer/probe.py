@@ -46,8 +46,7 @@ def linear_probe(vit: VisionTransformer, index: Index, evaluation: Index, *, ima
     samples, queries = (knn.subset(part, images or len(part)) for part in (index, evaluation))
     (rows,), labels = knn.features([vit], index, samples, bad=bad, **how)
     (asked,), truth = knn.features([vit], evaluation, queries, bad=bad_queries, **how)
-    number = {name: position for position, name in enumerate(index.classes)}
-    truth = torch.tensor([number[name] for name in evaluation.classes], device=truth.device)[truth]
+    truth = torch.from_numpy(evaluation.labels_among(index.classes)).to(truth.device)[truth]
     labels = labels.clone()  # of inference mode, which has no gradients
     deviation, mean = torch.std_mean(rows, dim=0)
     rows, asked = ((part - mean) / (deviation + 1e-6) for part in (rows, asked))
@@ -62,9 +61,7 @@ def linear_probe(vit: VisionTransformer, index: Index, evaluation: Index, *, ima
             if (right := accuracy(weights, rows[held], labels[held])[0]) > best:
                 best, penalty = right, candidate
     top1, top5 = accuracy(fit(rows, labels, classes, penalty, weights), asked, truth)
-    left_out = {index.file(i): reason for i, reason in bad.items()}
-    left_out |= {evaluation.file(i): reason for i, reason in bad_queries.items()}
-    left_out |= {f"{evaluation.root}/{path}": reason for path, reason in evaluation.rejected.items()}
+    left_out = {index.file(i): reason for i, reason in bad.items()} | evaluation.left_out(bad_queries)
     scores = {"top1": top1} | ({"top5": top5} if classes > 5 else {})
     return scores | {"train_images": len(rows), "eval_images": len(asked), "penalty": penalty, "left_out": left_out}
 

@@ -1,15 +1,14 @@
 """FSDP2 on two CPU ranks: what DDP computes, in a state that any number of ranks goes on from."""
 
-from conftest import ROOT, metrics, on_ranks, train
+from conftest import metrics, on_ranks, train
 
 
 def test_sharded_ranks_train_as_ddp_does_and_their_state_goes_anywhere(tmp_path):
     on_ranks(
         2,
-        f"""
-        sys.path.insert(0, {str(ROOT / "tests")!r})
+        """
         import dataclasses
-        from test_training import CONFIG, batch
+        from tests.run.test_training import CONFIG, batch
         from run.training import Training
         cpu, loaded = torch.device("cpu"), batch()
         mine = tuple(crops[2 * rank : 2 * rank + 2] for crops in loaded.views)

@@ -285,8 +285,7 @@ def test_two_ranks_take_the_step_of_one_process(tmp_path):
     on_ranks(
         2,
         """
-        sys.path.insert(0, "tests")
-        from test_training import CONFIG, CPU, Training
+        from tests.run.test_training import CONFIG, CPU, Training
         crops, chosen = torch.load(folder / "in.pt")
         half = slice(4 * rank, 4 * rank + 4)
         training = Training(CONFIG, CPU, ranks=2)
@@ -310,8 +309,7 @@ def test_gradients_of_ranks_that_compile_compute_again_or_compress(tmp_path):
     on_ranks(
         2,
         """
-        sys.path.insert(0, "tests")
-        from test_training import CONFIG, CPU, Training, batch, dataclasses
+        from tests.run.test_training import CONFIG, CPU, Training, batch, dataclasses
         loaded = batch()
         mine = tuple(crops[2 * rank : 2 * rank + 2] for crops in loaded.views)
         found = []

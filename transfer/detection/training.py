@@ -113,7 +113,6 @@ class DetectionConfig(RunConfig):
 
 SPLITS = ("train", "eval")
 LOSSES = ("loss_objectness", "loss_rpn_box_reg", "loss_classifier", "loss_box_reg", "loss_mask")  # torchvision's names
-FIGURES = ("loss", *LOSSES)  # what a step returns
 RECIPES = {
     "toy": DetectionConfig(
         patch_size=8, depth=4, batch_size=4, workers=0, checkpoint_every=200, log_every=50, image_size=128,
@@ -170,6 +169,8 @@ def new_optimizer(config: DetectionConfig, detector: nn.Module) -> torch.optim.A
 
 class DetectorTraining:
     """A detector in training on one device, with its optimizer; ``steps``: those of the whole schedule."""
+
+    FIGURES = "loss", *LOSSES  # what a step returns
 
     def __init__(self, config: DetectionConfig, detector: nn.Module, ranks: Ranks, steps: int):
         self.config, self.ranks, self.steps = config, ranks, steps

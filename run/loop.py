@@ -1,0 +1,195 @@
+"""The loop of a run: step after step, from where it was to its end, in every way in which that can come.
+
+A program takes the optimizer steps itself; what stands around them is the same for all programs, and stands here:
+
+    with running(config, ranks, loader, training, opened, about=..., rates=...) as loop:
+        for batch in loop.steps():
+            loop.took(*training.step(batch, ...), rate)
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from . import checkpoint
+from .progress import Report, TooManySkipped
+from .ranks import Ranks
+from .recipes import RunConfig
+from .session import CHANGED, Data, Opened, describe, summarise_rejected, write_rejected
+from .signals import STOPPED, StopRequest
+
+
+class Loads(Protocol):
+    """Numbered batches of one rank."""
+
+    index: Data
+    bad: dict[int, str]  # {number: reason} of the files that were found bad so far
+    batches_per_epoch: int
+
+    def batches(self, first: int, last: int) -> Iterator[Any]:
+        """Batch number first, ..., last - 1."""
+
+    def samples(self, number: int) -> Sequence[int]:
+        """The files of a batch."""
+
+
+class Trains(Protocol):
+    """What a run changes, step by step."""
+
+    FIGURES: Sequence[str]  # names of what a step returns
+
+    def state_dict(self, *, keep: bool = True) -> dict[str, Any]:
+        """A copy, on the CPU, of all that a step changes. For all ranks; those that do not ``keep`` it need none."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Puts back what ``state_dict`` has returned."""
+
+
+def planned(config: RunConfig, loader: Loads, groups: int = 1) -> int:
+    """Optimizer steps of the whole schedule, ``groups`` for each batch."""
+    return max(1, round(config.epochs * loader.batches_per_epoch)) * groups
+
+
+class Loop:
+    """Where a run is, and what is done after each of its steps."""
+
+    def __init__(
+        self, config: RunConfig, ranks: Ranks, loader: Loads, training: Trains, opened: Opened, *,
+        rates: dict[str, float], groups: int,
+    ):  # fmt: skip
+        self.config, self.ranks, self.loader, self.training, self.groups = config, ranks, loader, training, groups
+        self.steps_per_epoch = loader.batches_per_epoch * groups
+        self.total = min(planned(config, loader, groups), config.max_steps or sys.maxsize)
+        state, opened.state = opened.state, None  # let go of here: it may be larger than the networks
+        self.step = state["step"] if state else 0  # optimizer steps taken
+        self.stopped = False  # on request, before the end
+        self.report = Report(
+            config.output, ranks, figures=training.FIGURES, rates=rates, every=config.log_every, start=self.step,
+            total=self.total, steps_per_epoch=self.steps_per_epoch,
+        )  # fmt: skip
+        if state:
+            training.load_state_dict(state)
+            self.report.load_state_dict(state["report"])
+            # Which files are not what they were is found anew each time: they may be back.
+            loader.bad.update({sample: reason for sample, reason in state["bad"].items() if reason != CHANGED})
+        self.saver = checkpoint.Saver(config.output / "checkpoints", last=config.keep_last, every=config.keep_every)
+        self.stop = StopRequest(ranks)
+        self.say = self.report.say
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the files so far, fractions included, as schedules count."""
+        return self.step / self.steps_per_epoch
+
+    def batches(self) -> Iterator[tuple[Any, Iterator[int]]]:
+        """Each batch, with those of its groups that are still to be trained on: for each, a step is taken and told to
+        ``took``. A run may have stopped between two of them."""
+        first, last = self.step // self.groups, -(-self.total // self.groups)
+        for batch in self.report.waiting_for(self.loader.batches(first, last)):
+            yield batch, self._groups()
+            if self.stopped:
+                return
+
+    def steps(self) -> Iterator[Any]:
+        """A batch for each step."""
+        for batch, groups in self.batches():
+            for _ in groups:
+                yield batch
+
+    def _groups(self) -> Iterator[int]:
+        before = self.step // self.groups * self.groups
+        for group in range(self.step - before, min(self.groups, self.total - before)):
+            yield group
+            self.stopped = self.stop.agreed(self.step) and self.step < self.total
+            if self.step % self.config.checkpoint_every == 0 or self.step == self.total or self.stopped:
+                self.save()
+            if self.stopped:
+                return
+
+    def took(self, figures: Sequence[Tensor], finite: Tensor, learning_rate: float) -> None:
+        """A step was taken, with these results (see ``Report.step``)."""
+        self.step += 1
+        self.report.step(self.step, figures, finite, learning_rate)
+
+    def due(self, epochs: float) -> bool:
+        """Whether what is done every so many epochs (0: never) is to be done after this step, which is not the last."""
+        every = epochs * self.steps_per_epoch
+        return bool(every) and self.step // every > (self.step - 1) // every and self.step < self.total
+
+    def record(self, figures: dict[str, Any]) -> None:
+        """Adds figures of the run as it is now to ``metrics.jsonl``, on rank 0."""
+        if self.ranks.first:
+            self.report.record({"step": self.step, "epoch": round(self.epoch, 4), **figures})
+
+    def save(self) -> None:
+        """Saves everything that the next step depends on. Called by all ranks; rank 0 writes, in the background."""
+        bad = self.loader.bad
+        for found in self.ranks.gather(bad):
+            bad.update(found)  # what one rank found costs no other rank time
+        state = self.training.state_dict(keep=self.ranks.first) | {"report": self.report.state_dict()}
+        if self.ranks.first:
+            run = json.dumps(describe(self.config, self.loader.index))
+            self.saver.save(self.step, state | {"step": self.step, "bad": dict(bad), "run": run})
+        self.write_rejected()
+
+    def write_rejected(self) -> None:
+        if self.ranks.first:
+            write_rejected(self.config.output, self.loader.index, self.loader.bad)
+
+    def write_skipped(self) -> Path:
+        """``skipped.json``: the seed, and the files of the batches since the last log line. For all ranks."""
+        first, last = max(0, self.step - self.config.log_every) // self.groups, (self.step - 1) // self.groups
+        paths = self.loader.index.paths
+        mine = {number: [paths[s] for s in self.loader.samples(number)] for number in range(first, last + 1)}
+        parts = self.ranks.gather(mine)
+        batches = [
+            {
+                "batch": number,
+                "first_step": number * self.groups + 1,
+                "images": [path for part in parts for path in part[number]],
+            }
+            for number in mine
+        ]
+        file = self.config.output / "skipped.json"
+        if self.ranks.first:
+            content = {"seed": self.config.seed, "batches": batches}
+            checkpoint.write_atomically(file, json.dumps(content, indent=1).encode())
+        return file
+
+
+@contextmanager
+def running(
+    config: RunConfig, ranks: Ranks, loader: Loads, training: Trains, opened: Opened, *, about: str,
+    rates: dict[str, float], groups: int = 1,
+) -> Iterator[Loop]:  # fmt: skip
+    """A run, within whose block its steps are taken; behind it, all of them are taken and saved.
+
+    ``opened``: what ``open_output`` has returned, whose state goes into ``training``. ``about``: the first line that is
+    printed. ``rates``: see ``Report``. ``groups``: optimizer steps that each batch is good for. Asked to stop, the run
+    ends the process with ``STOPPED`` after the step, which is saved. TooManySkipped where there is no hope.
+    """
+    loop = Loop(config, ranks, loader, training, opened, rates=rates, groups=groups)
+    loop.write_rejected()
+    with loop.report, loop.stop:
+        for line in opened.damaged:
+            loop.say(f"{line}; the run goes on from the one before")
+        left = f"steps {loop.step + 1} to {loop.total}" if loop.step < loop.total else f"all {loop.step} steps are done"
+        loop.say(f"{about}; {left}")
+        try:
+            yield loop
+        except TooManySkipped as error:
+            raise TooManySkipped(f"{error}; {loop.write_skipped()} names the images") from None
+        finally:  # also where too many are bad
+            loop.write_rejected()
+        loop.saver.wait()
+        loop.say(summarise_rejected(loader.index, loader.bad, config.output))
+        stopped = loop.stopped or loop.stop.agreed(0)
+    if stopped:
+        ranks.leave()
+        loop.say(f"stopped on request after step {loop.step}, which is saved; the same command goes on from there")
+        sys.exit(STOPPED)
