@@ -38,6 +38,15 @@ class TooManyBadFiles(ValueError):
     """More of the images do not decode than a run should pass over in silence."""
 
 
+def refuse_too_many(bad, index, share):
+    """TooManyBadFiles where more of the files of ``index`` than ``share`` are ``bad``, {sample: reason}."""
+    limit = bad_limit(len(index), share)
+    if len(bad) > limit:
+        named = "; ".join(f"{printable(index.paths[s])}: {why}" for s, why in itertools.islice(bad.items(), 5))
+        found = f"{len(bad):,} of {len(index):,} images in {index.root}"
+        raise TooManyBadFiles(f"{found} cannot be used, at most {limit:,} may: {named}")
+
+
 class Loader:
     """Endless, numbered batches of two augmented views (one with labels); ``batch_size`` counts those of all ranks.
 
@@ -113,13 +122,7 @@ class Loader:
     def _found(self, bad):
         """Note bad samples {sample: reason}; TooManyBadFiles when there are."""
         self.bad.update(bad)
-        limit = bad_limit(len(self.index), self.max_bad)
-        if len(self.bad) > limit:
-            named = "; ".join(
-                f"{printable(self.index.paths[s])}: {reason}" for s, reason in itertools.islice(self.bad.items(), 5)
-            )
-            share = f"{len(self.bad)} of {len(self.index)} images in {self.index.root}"
-            raise TooManyBadFiles(f"{share} do not decode, at most {limit} may: {named}")
+        refuse_too_many(self.bad, self.index, self.max_bad)
 
 
 def evaluation_batches(

@@ -17,12 +17,13 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
-from kernels import patch_overlap, sample_views
+from kernels import patch_overlap
 from pipeline import Index, Loader, graph, stream
 from pipeline.index import printable
 from pipeline.toy import make_toy
 
 from .images import TOY
+from .program import opening
 from .recipes import RECIPES
 from .training import plan_patches
 
@@ -70,10 +71,7 @@ def examples(index, config, grid, keep, images, epoch):
     (batch,) = loader.batches(first, first + 1)
     for sample, reason in loader.bad.items():
         print(f"replaced: {printable(index.paths[sample])}: {reason}", file=sys.stderr)
-    chosen = sample_views(  # as Training.sample
-        batch.boxes, batch.flips, batch.sample, grid=grid, keep=keep, groups=config.groups,
-        power=config.power, seed=config.seed, epoch=epoch,
-    )  # fmt: skip
+    chosen = sample(config, batch, epoch, grid=grid, keep=keep)
     overlap = patch_overlap(batch.boxes, batch.flips, chosen[0], grid=grid)
     everything = torch.arange(grid[0] * grid[1], dtype=torch.int32).expand(images, 1, -1)
     covered = patch_overlap(batch.boxes, batch.flips, everything, grid=grid).mean((1, 2))
@@ -92,7 +90,7 @@ def examples(index, config, grid, keep, images, epoch):
             boxes=batch.boxes[i].numpy(),
             flips=batch.flips[i].numpy(),
             drawn=config.augmentation.draw(np.array([size]), np.array([sample]), config.seed, epoch),
-            chosen=torch.stack(chosen)[:, i].numpy(),
+            chosen=chosen[:, i].numpy(),
             overlap=overlap[i].numpy(),
             covered=covered[i].item(),
         )
@@ -297,7 +295,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--images", type=int, default=4, help=f"1 to {MOST}, the first ones of the epoch; default: 4")
     parser.add_argument("--seed", type=int, default=0, help="as of train.py; default: 0")
     parser.add_argument("--epoch", type=int, default=0, help="counted from 0, which is the default")
-    try:
+    with opening("run.preview"):
         options = parser.parse_args(arguments)
         output = options.output.expanduser()
         if not 1 <= options.images <= MOST:
@@ -316,9 +314,6 @@ def main(arguments: list[str]) -> None:
         blocks = [block(example, grid, side) for example in examples(index, config, grid, keep, images, options.epoch)]
         parts = [head(config, patch, grid, keep, options.epoch, blocks[0].width), *blocks]
         Image.fromarray(np.concatenate(parts)).save(output, quality=95)
-    except (ValueError, OSError) as error:
-        print(f"run.preview: {error}", file=sys.stderr)
-        sys.exit(2)
     print(f"{images} of {len(index):,} images: {output}")
 
 

@@ -160,7 +160,7 @@ def test_too_many_bad_files_stop_with_their_names(root):
     index = Index.scan(root)
     for i in range(N):
         Path(index.file(i)).write_bytes(b"")
-    with pytest.raises(ValueError, match=r"2\d of 50 images .* do not decode, at most 20 may: .*empty file"):
+    with pytest.raises(ValueError, match=r"2\d of 50 images .* cannot be used, at most 20 may: .*empty file"):
         list(loader(index).batches(0, 4))
     with pytest.raises(ValueError, match=r"3\d of 50 images .* at most 25 may"):
         list(loader(index, max_bad=0.5).batches(0, 4))

@@ -426,7 +426,7 @@ def test_members_that_go_bad_are_replaced_and_named(shards):
     how = {"image_size": 24, "batch_size": 7, "device": torch.device("cpu"), "threads": 1}
     seen = [s for _, sample, _ in evaluation_batches(index, np.arange(48), **how) for s in sample.tolist()]
     assert seen == [s for s in range(48) if s not in bad]
-    with pytest.raises(ValueError, match=r"2\d of 48 images in .* do not decode, at most 20 may: .*\.tar!\w/\d\d.jpg"):
+    with pytest.raises(ValueError, match=r"2\d of 48 images in .* cannot be used, at most 20 may: .*\.tar!\w/\d\d.jpg"):
         list(loader(index).batches(0, 4))
 
 

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from model import clip_units
 from model.heads import spread
 from pipeline import Batch
-from run.progress import IN_A_ROW, Report, TooManySkipped
+from run.progress import Report
 from run.ranks import Ranks
 from run.recipes import RECIPES, momentum_coefficient
 from run.training import Training, encoder_arguments
@@ -108,23 +108,6 @@ def test_bfloat16_trains_alike(device, compiled):
     assert losses[1] != losses[0] and losses[1] == pytest.approx(losses[0], rel=0.05)
     assert torch.cosine_similarity(*gradients, dim=0) > 0.98
     check_a_poisoned_step(half, torch.device(device), compiled)
-
-
-def test_skipped_steps_are_counted_and_too_many_stop_the_run(tmp_path):
-    report = Report(
-        tmp_path, Ranks(0, 1, 1, CPU), figures=("loss", "similarity"), rates={"pairs_per_second": 4}, every=10, start=0,
-        total=100, steps_per_epoch=10,
-    )  # fmt: skip
-    value, nothing = torch.tensor(2.0), torch.tensor(float("nan"))
-    with report:
-        for step in range(1, 11):
-            bad = step in (3, 4, 5, 8)
-            report.step(step, [nothing] * 2 if bad else [value, value / 4], torch.tensor(not bad), 0.1)
-        assert '"loss": 2.0, "similarity": 0.5' in report.path.read_text()
-        assert '"skipped": 4' in report.path.read_text()
-        with pytest.raises(TooManySkipped, match=f"{IN_A_ROW} steps in a row"):
-            for step in range(11, 21):
-                report.step(step, [nothing] * 2, torch.tensor(step > 10 + IN_A_ROW), 0.1)
 
 
 def noted_gradients(training):

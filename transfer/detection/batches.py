@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from pipeline.index import printable
-from pipeline.loader import TooManyBadFiles, bad_limit
+from pipeline.loader import bad_limit, refuse_too_many
 
 from .coco import CocoData
 
@@ -106,8 +105,8 @@ class CocoLoader:
         self.index, self.seed, self.device, self.workers = data, seed % 2**64, device, workers
         self.batches_per_epoch = len(data) // batch_size
         self.bad: dict[int, str] = {}
-        self._limit = bad_limit(len(data), max_bad)
-        self._images = TrainingImages(data, size=size, scale=scale, seed=seed, limit=self._limit)
+        self._max_bad, limit = max_bad, bad_limit(len(data), max_bad)
+        self._images = TrainingImages(data, size=size, scale=scale, seed=seed, limit=limit)
         self._batch, self._part = batch_size, slice(rank, batch_size, ranks)
         self._order = None, None  # epoch, its order
 
@@ -141,10 +140,7 @@ class CocoLoader:
 
     def _found(self, bad: dict[int, str]) -> None:
         self.bad.update(bad)
-        if len(self.bad) > self._limit:
-            named = "; ".join(f"{printable(self.index.paths[p])}: {self.bad[p]}" for p in list(self.bad)[:5])
-            share = f"{len(self.bad):,} of {len(self.index):,} images in {self.index.root}"
-            raise TooManyBadFiles(f"{share} cannot be used, at most {self._limit:,} may: {named}")
+        refuse_too_many(self.bad, self.index, self._max_bad)
 
 
 def apart(worker: int) -> None:

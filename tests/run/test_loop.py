@@ -1,0 +1,192 @@
+"""The loop around the steps of every program, with a network that only counts them."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from run import checkpoint
+from run.loop import Loop, planned, running
+from run.progress import TooManySkipped
+from run.ranks import Ranks
+from run.recipes import RunConfig
+from run.session import CHANGED, open_output
+from run.signals import STOPPED
+
+ALONE = Ranks(0, 1, 1, torch.device("cpu"))
+
+
+class Data:
+    """Files that are called by their numbers."""
+
+    root, classes, fingerprint, reader = Path("/data"), ("a", "b"), "f", "numpy"
+
+    def __init__(self, count=40):
+        self.paths, self.rejected = [f"{number}.jpg" for number in range(count)], {"text.jpg": "not an image"}
+
+    def __len__(self):
+        return len(self.paths)
+
+    def keep(self, path, *, anew):
+        pass
+
+
+class Loader:
+    """Batch b holds files 2 b and 2 b + 1 of the epoch."""
+
+    def __init__(self, batches_per_epoch=5):
+        self.index, self.bad, self.batches_per_epoch = Data(), {}, batches_per_epoch
+
+    def batches(self, first, last):
+        yield from range(first, last)
+
+    def samples(self, number):
+        return [2 * number % 40, (2 * number + 1) % 40]
+
+
+class Training:
+    """Its state is the list of what it was trained on."""
+
+    FIGURES = ("loss",)
+
+    def __init__(self):
+        self.seen = []
+
+    def step(self, *what, finite=True):
+        self.seen.append(what)
+        return [torch.tensor(float(len(self.seen)))], torch.tensor(finite)
+
+    def state_dict(self, *, keep=True):
+        return {"seen": [list(what) for what in self.seen]}
+
+    def load_state_dict(self, state):
+        self.seen = [tuple(what) for what in state["seen"]]
+
+
+def run(output, *, groups=1, stop_after=math.inf, training=None, loader=None, finite=lambda step: True, **options):
+    """A run to its end, or until it was asked to stop after a step: the exit code, and what it was trained on."""
+    config = RunConfig(output=output, log_every=4, **options)
+    training, loader = training or Training(), loader or Loader()
+    opened = open_output(config, loader.index, ALONE)
+    try:
+        with running(
+            config, ALONE, loader, training, opened, about="of a test", rates={"images_per_second": 2}, groups=groups
+        ) as loop:
+            for batch, part in loop.batches():
+                for group in part:
+                    figures, good = training.step(batch, group, round(loop.epoch, 6), finite=finite(loop.step + 1))
+                    loop.took(figures, good, 0.5)
+                    if loop.step >= stop_after:
+                        loop.stop.asked = 1.0
+        return 0, training.seen
+    except SystemExit as end:
+        return end.code, training.seen
+
+
+def steps_saved(output):
+    return sorted(checkpoint.step_of(path) for path in (output / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(
+    "groups, options", [(1, {"epochs": 2}), (3, {"epochs": 1}), (4, {"epochs": 1.5, "max_steps": 22})]
+)
+def test_wherever_a_run_is_stopped_it_takes_each_step_once_and_in_order(tmp_path, groups, options):
+    options |= {"checkpoint_every": 6, "keep_last": 100}
+    total = min(round(5 * options["epochs"]) * groups, options.get("max_steps", 99))
+    expected = [(step // groups, step % groups, round(step / groups / 5, 6)) for step in range(total)]
+    assert run(tmp_path / "whole", groups=groups, **options) == (0, expected)
+    saved = [step for step in range(1, total + 1) if step % 6 == 0 or step == total]
+    assert steps_saved(tmp_path / "whole") == saved
+    for stop in range(1, total + 1):
+        output = tmp_path / str(stop)
+        code, seen = run(output, groups=groups, stop_after=stop, **options)
+        assert (code, seen) == (STOPPED, expected[:stop])
+        assert steps_saved(output) == sorted({*saved, stop} - set(range(stop + 1, 99)))
+        assert run(output, groups=groups, **options) == (0, expected)
+    assert run(output, groups=groups, **options) == (0, expected)  # there is nothing left to do
+
+
+def test_steps_of_one_group_are_the_batches(tmp_path, capsys):
+    config, training = RunConfig(output=tmp_path, epochs=1, log_every=2), Training()
+    opened = open_output(config, Loader().index, ALONE)
+    with running(config, ALONE, Loader(), training, opened, about="a test", rates={}) as loop:
+        for batch in loop.steps():
+            loop.took(*training.step(batch), 0.5)
+            loop.record({"top1": 1.0} if loop.due(0.4) else {})
+    assert training.seen == [(0,), (1,), (2,), (3,), (4,)] and loop.step == loop.total == 5 and not loop.stopped
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "a test; steps 1 to 5" and "loss 1.5000" in said[1] and "step 5/5" in said[3]
+    assert said[4].startswith("left out 1 of 41 files") and said[4].endswith("text.jpg: not an image")
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["epoch"] for record in records if "top1" in record] == [0.4, 0.8]
+
+
+@pytest.mark.parametrize("epochs", [0, 0.25, 0.75, 1, 1.5])
+@pytest.mark.parametrize("per_epoch", [4, 5])
+def test_what_is_due_every_so_many_epochs(epochs, per_epoch):
+    """At the first step at which that many more have passed; the last step is not one of them."""
+    loop = Loop.__new__(Loop)
+    loop.steps_per_epoch, loop.total = per_epoch, 4 * per_epoch
+    due = []
+    for step in range(1, loop.total + 1):
+        loop.step = step
+        if loop.due(epochs):
+            due.append(step)
+    times = int(4 / epochs + 1e-9) if epochs else 0
+    expected = [math.ceil(number * epochs * per_epoch - 1e-9) for number in range(1, times + 1)]
+    assert due == [step for step in expected if step < loop.total]
+
+
+def test_planned_steps_are_whole_batches_and_at_least_one():
+    config = RunConfig(epochs=0.01)
+    assert planned(config, Loader()) == 1 and planned(config, Loader(), 4) == 4
+    assert planned(dataclasses.replace(config, epochs=1.5), Loader(), 4) == 32  # 7.5 batches: to the even number
+
+
+def test_hopeless_gradients_end_a_run_and_name_the_files(tmp_path):
+    """From step 6 on none is finite; lines come every four steps, so step 12 is the first to see five in a row."""
+    loader = Loader()
+    with pytest.raises(
+        TooManySkipped, match=r"until step 12 had no finite gradient; \S+skipped\.json names the images"
+    ):
+        run(tmp_path, groups=3, epochs=4, loader=loader, finite=lambda step: step < 6, seed=7)
+    dumped = json.loads((tmp_path / "skipped.json").read_text())
+    assert dumped["seed"] == 7
+    assert dumped["batches"] == [  # steps 9 to 12 are of batches 2 and 3
+        {"batch": 2, "first_step": 7, "images": ["4.jpg", "5.jpg"]},
+        {"batch": 3, "first_step": 10, "images": ["6.jpg", "7.jpg"]},
+    ]
+
+
+def test_bad_files_are_remembered_but_for_those_that_had_changed(tmp_path):
+    loader = Loader()
+    loader.bad = {3: "does not decode", 4: CHANGED}
+    assert run(tmp_path, loader=loader, epochs=1, max_steps=2)[0] == 0
+    rejected = [json.loads(line) for line in (tmp_path / "rejected.jsonl").read_text().splitlines()]
+    reasons = {"text.jpg": "not an image", "3.jpg": "does not decode", "4.jpg": CHANGED}
+    assert {one["path"]: one["reason"] for one in rejected} == reasons
+    again = Loader()
+    assert run(tmp_path, loader=again, epochs=1)[0] == 0
+    assert again.bad == {3: "does not decode"}
+    state = checkpoint.load(checkpoint.newest(tmp_path / "checkpoints")[0])
+    assert state["bad"] == again.bad and state["step"] == 5
+    assert json.loads(state["run"]) == json.loads((tmp_path / "config.json").read_text())
+
+
+def test_what_one_rank_finds_bad_all_know(tmp_path):
+    """Of two ranks this is the second, which writes nothing."""
+
+    class Second(SimpleNamespace):
+        def gather(self, value):
+            return [{1: "of the first"}, value]
+
+    loop = Loop.__new__(Loop)
+    loop.ranks, loop.loader, loop.training = Second(first=False), Loader(), Training()
+    loop.report = SimpleNamespace(state_dict=dict)
+    loop.loader.bad = {2: "of the second"}
+    loop.save()
+    assert loop.loader.bad == {1: "of the first", 2: "of the second"}

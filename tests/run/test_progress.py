@@ -1,0 +1,125 @@
+"""What a run says of itself, by a clock of the tests' own."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from run import progress
+from run.progress import Report, TooManySkipped
+from run.ranks import Ranks
+
+CPU = Ranks(0, 1, 1, torch.device("cpu"))
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Seconds, as a list of one."""
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def report(folder, start=0, **more):
+    options = {"figures": ("loss", "similarity"), "rates": {"pairs_per_second": 8, "images_per_second": 2}}
+    options |= {"every": 4, "start": start, "total": 10, "steps_per_epoch": 5} | more
+    return Report(folder, CPU, **options)
+
+
+def records(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def step(report, number, finite=True):
+    value = torch.tensor(float(number) if finite else math.nan)
+    report.step(number, [value, value / 10], torch.tensor(finite), 0.1 * number)
+
+
+def test_a_line_holds_means_rates_and_waiting(tmp_path, clock, capsys):
+    """Of the steps since the last line, of those with a finite gradient; what is done aside has not been."""
+    one = report(tmp_path)
+
+    def batches():
+        for number in range(1, 11):
+            clock[0] += 0.25  # it is waited for
+            yield number
+
+    with one:
+        for number in one.waiting_for(batches()):
+            clock[0] += 0.75
+            step(one, number, number not in (2, 3))
+            if number == 6:
+                with one.aside():
+                    clock[0] += 1000
+    lines = records(tmp_path)
+    assert [line["step"] for line in lines] == [4, 8, 10] and [line["epoch"] for line in lines] == [0.8, 1.6, 2.0]
+    assert [line["loss"] for line in lines] == [2.5, 6.5, 9.5]  # (1 + 4) / 2; (5 + 6 + 7 + 8) / 4; (9 + 10) / 2
+    assert [round(line["similarity"], 6) for line in lines] == [0.25, 0.65, 0.95]
+    assert [line["pairs_per_second"] for line in lines] == [8] * 3 and lines[0]["images_per_second"] == 2
+    assert [line["data_wait"] for line in lines] == [0.25] * 3
+    assert [line["skipped"] for line in lines] == [2, 2, 2]
+    assert lines[1]["learning_rate"] == pytest.approx(0.8)
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("epoch 0.80  step 4/10  loss 2.5000  similarity 0.250  2.00 images/s  8.00 pairs/s")
+    assert "waiting for data 25.0%  2 steps skipped  eta " in said[0] and len(said) == 3
+
+
+def test_five_steps_in_a_row_without_a_finite_gradient_are_too_many(tmp_path):
+    """Said by the first line behind them, wherever they lie; and all of them are counted."""
+    ended = set()
+    for seed in range(40):
+        bad = np.random.default_rng(seed).random(31) < 0.6
+        bad[0] = False  # steps count from 1
+        rows = [t for t in range(5, 31) if bad[t - 4 : t + 1].all()]
+        lines = [line for line in (*range(4, 30, 4), 30) if rows and line >= rows[0]]
+        one = report(tmp_path, total=30)
+        try:
+            for number in range(1, 31):
+                step(one, number, not bad[number])
+            end = None
+        except TooManySkipped as error:
+            end = number
+            assert f"steps in a row until step {number} had no" in str(error)
+        assert end == (lines[0] if lines else None), (seed, bad)
+        for line in records(tmp_path):
+            assert line["skipped"] == bad[: line["step"] + 1].sum()
+        ended.add(end)
+    assert len(ended) > 5 and None in ended
+
+
+def test_a_report_goes_on_where_it_was(tmp_path):
+    """Saved between two lines, also within a row; lines of steps that are taken again are dropped, and torn ones."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for folder in (whole, parts):
+        folder.mkdir()
+    one = report(whole)
+    for number in range(1, 11):
+        step(one, number, number not in (5, 6))
+    one = report(parts)
+    for number in range(1, 9):
+        step(one, number, number not in (5, 6))
+        if number == 6:
+            saved = {name: v.clone() if torch.is_tensor(v) else v for name, v in one.state_dict().items()}
+    one.record({"step": 10, "top1": 3.0})
+    with (parts / "metrics.jsonl").open("a") as file:
+        file.write('[1]\n{"step": 3, "lo')
+    other = report(parts, start=6)
+    assert [line["step"] for line in records(parts)] == [4]
+    other.load_state_dict(saved)
+    for number in range(7, 11):
+        step(other, number)
+    kept = [{k: v for k, v in line.items() if "second" not in k and k != "data_wait"} for line in records(parts)]
+    clocked = [{k: v for k, v in line.items() if "second" not in k and k != "data_wait"} for line in records(whole)]
+    assert kept == clocked
+    report(parts, start=10)  # at the end all lines of steps stay, the evaluation is done anew
+    one.record({"step": 10, "top1": 3.0})
+    report(parts, start=10)
+    assert [line["step"] for line in records(parts)] == [4, 8, 10] and "loss" in records(parts)[-1]
+
+
+def test_what_is_not_finite_is_recorded_as_nothing(tmp_path):
+    one = report(tmp_path)
+    one.record({"step": 1, "loss": math.nan, "epoch": 2, "other": -math.inf, "name": "a"})
+    assert records(tmp_path) == [{"step": 1, "loss": None, "epoch": 2, "other": None, "name": "a"}]
