@@ -25,7 +25,7 @@ from pipeline.toy import make_toy
 from .images import TOY
 from .program import opening
 from .recipes import RECIPES
-from .training import plan_patches
+from .training import plan_patches, sample_patches
 
 COLOURS = (20, 90, 200), (240, 110, 10)  # of view 1 and view 2
 _SHADES = np.array([(236, 241, 249), (95, 155, 225), (10, 35, 95)])  # of an overlap of 0, 1/2 and 1
@@ -71,7 +71,7 @@ def examples(index, config, grid, keep, images, epoch):
     (batch,) = loader.batches(first, first + 1)
     for sample, reason in loader.bad.items():
         print(f"replaced: {printable(index.paths[sample])}: {reason}", file=sys.stderr)
-    chosen = sample(config, batch, epoch, grid=grid, keep=keep)
+    chosen = sample_patches(config, batch, epoch, grid=grid, keep=keep)
     overlap = patch_overlap(batch.boxes, batch.flips, chosen[0], grid=grid)
     everything = torch.arange(grid[0] * grid[1], dtype=torch.int32).expand(images, 1, -1)
     covered = patch_overlap(batch.boxes, batch.flips, everything, grid=grid).mean((1, 2))

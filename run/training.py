@@ -116,7 +116,7 @@ class Training:
 
     def sample(self, batch: Batch, epoch: int) -> Tensor:
         """Patch numbers of both views for all groups of a batch: int32 [2,B,R,K]."""
-        return sample(self.config, batch, epoch, grid=self.grid, keep=self.keep)
+        return sample_patches(self.config, batch, epoch, grid=self.grid, keep=self.keep)
 
     def step(self, crops: tuple[Tensor, Tensor], chosen: Tensor, epoch: float) -> tuple[list[Tensor], Tensor]:
         """One optimizer step on the patches ``chosen`` (int32 [2,B,K]) of the crops (uint8 [B,H,W,3] each).
@@ -199,7 +199,7 @@ class Training:
         return self.flat.own(tensor) if tensor.shape == (self.flat.whole_size,) else tensor
 
 
-def sample(config: Config, batch: Batch, epoch: int, *, grid: tuple[int, int], keep: int) -> Tensor:
+def sample_patches(config: Config, batch: Batch, epoch: int, *, grid: tuple[int, int], keep: int) -> Tensor:
     """Patch numbers of both views for all groups of a batch: int32 [2,B,R,K]."""
     return torch.stack(sample_views(
         batch.boxes, batch.flips, batch.sample, grid=grid, keep=keep, groups=config.groups, power=config.power,

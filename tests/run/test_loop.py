@@ -39,9 +39,10 @@ class Loader:
     """Batch b holds files 2 b and 2 b + 1 of the epoch."""
 
     def __init__(self, batches_per_epoch=5):
-        self.index, self.bad, self.batches_per_epoch = Data(), {}, batches_per_epoch
+        self.index, self.bad, self.batches_per_epoch, self.asked = Data(), {}, batches_per_epoch, None
 
     def batches(self, first, last):
+        self.asked = first, last
         yield from range(first, last)
 
     def samples(self, number):
@@ -69,7 +70,7 @@ class Training:
 
 def run(output, *, groups=1, stop_after=math.inf, training=None, loader=None, finite=lambda step: True, **options):
     """A run to its end, or until it was asked to stop after a step: the exit code, and what it was trained on."""
-    config = RunConfig(output=output, log_every=4, **options)
+    config = RunConfig(output=output, **{"log_every": 4} | options)
     training, loader = training or Training(), loader or Loader()
     opened = open_output(config, loader.index, ALONE)
     try:
@@ -106,23 +107,25 @@ def test_wherever_a_run_is_stopped_it_takes_each_step_once_and_in_order(tmp_path
         code, seen = run(output, groups=groups, stop_after=stop, **options)
         assert (code, seen) == (STOPPED, expected[:stop])
         assert steps_saved(output) == sorted({*saved, stop} - set(range(stop + 1, 99)))
-        assert run(output, groups=groups, **options) == (0, expected)
+        loader = Loader()
+        assert run(output, groups=groups, loader=loader, **options) == (0, expected)
+        assert loader.asked == (stop // groups, math.ceil(total / groups))  # and no batch is decoded for nothing
     assert run(output, groups=groups, **options) == (0, expected)  # there is nothing left to do
 
 
 def test_steps_of_one_group_are_the_batches(tmp_path, capsys):
     config, training = RunConfig(output=tmp_path, epochs=1, log_every=2), Training()
     opened = open_output(config, Loader().index, ALONE)
-    with running(config, ALONE, Loader(), training, opened, about="a test", rates={}) as loop:
+    with running(config, ALONE, Loader(6), training, opened, about="a test", rates={}) as loop:
         for batch in loop.steps():
             loop.took(*training.step(batch), 0.5)
-            loop.record({"top1": 1.0} if loop.due(0.4) else {})
-    assert training.seen == [(0,), (1,), (2,), (3,), (4,)] and loop.step == loop.total == 5 and not loop.stopped
+            loop.record({"top1": 1.0} if loop.due(1 / 3) else {})
+    assert training.seen == [(0,), (1,), (2,), (3,), (4,), (5,)] and loop.step == loop.total == 6 and not loop.stopped
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == "a test; steps 1 to 5" and "loss 1.5000" in said[1] and "step 5/5" in said[3]
+    assert said[0] == "a test; steps 1 to 6" and "loss 1.5000" in said[1] and "step 6/6" in said[3]
     assert said[4].startswith("left out 1 of 41 files") and said[4].endswith("text.jpg: not an image")
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [record["epoch"] for record in records if "top1" in record] == [0.4, 0.8]
+    assert [record["epoch"] for record in records if "top1" in record] == [0.3333, 0.6667]
 
 
 @pytest.mark.parametrize("epochs", [0, 0.25, 0.75, 1, 1.5])
@@ -160,6 +163,12 @@ def test_hopeless_gradients_end_a_run_and_name_the_files(tmp_path):
         {"batch": 2, "first_step": 7, "images": ["4.jpg", "5.jpg"]},
         {"batch": 3, "first_step": 10, "images": ["6.jpg", "7.jpg"]},
     ]
+    with pytest.raises(
+        TooManySkipped, match="5 steps in a row until step 5 had no"
+    ):  # the last step, and the first line
+        run(tmp_path / "short", epochs=1, log_every=20, finite=lambda step: False)
+    batches = json.loads((tmp_path / "short" / "skipped.json").read_text())["batches"]
+    assert [(batch["batch"], batch["first_step"]) for batch in batches] == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
 
 
 def test_bad_files_are_remembered_but_for_those_that_had_changed(tmp_path):

@@ -24,7 +24,7 @@ def clock(monkeypatch):
 
 def report(folder, start=0, **more):
     options = {"figures": ("loss", "similarity"), "rates": {"pairs_per_second": 8, "images_per_second": 2}}
-    options |= {"every": 4, "start": start, "total": 10, "steps_per_epoch": 5} | more
+    options |= {"every": 4, "start": start, "total": 10, "steps_per_epoch": 6} | more
     return Report(folder, CPU, **options)
 
 
@@ -43,27 +43,31 @@ def test_a_line_holds_means_rates_and_waiting(tmp_path, clock, capsys):
 
     def batches():
         for number in range(1, 11):
-            clock[0] += 0.25  # it is waited for
+            clock[0] += 1  # it is waited for
             yield number
 
     with one:
         for number in one.waiting_for(batches()):
-            clock[0] += 0.75
+            clock[0] += 2
             step(one, number, number not in (2, 3))
             if number == 6:
                 with one.aside():
                     clock[0] += 1000
     lines = records(tmp_path)
-    assert [line["step"] for line in lines] == [4, 8, 10] and [line["epoch"] for line in lines] == [0.8, 1.6, 2.0]
+    assert [line["step"] for line in lines] == [4, 8, 10] and [line["epoch"] for line in lines] == [
+        0.6667,
+        1.3333,
+        1.6667,
+    ]
     assert [line["loss"] for line in lines] == [2.5, 6.5, 9.5]  # (1 + 4) / 2; (5 + 6 + 7 + 8) / 4; (9 + 10) / 2
     assert [round(line["similarity"], 6) for line in lines] == [0.25, 0.65, 0.95]
-    assert [line["pairs_per_second"] for line in lines] == [8] * 3 and lines[0]["images_per_second"] == 2
-    assert [line["data_wait"] for line in lines] == [0.25] * 3
+    assert [line["pairs_per_second"] for line in lines] == [2.6667] * 3 and lines[0]["images_per_second"] == 0.66667
+    assert [line["data_wait"] for line in lines] == [0.3333] * 3
     assert [line["skipped"] for line in lines] == [2, 2, 2]
     assert lines[1]["learning_rate"] == pytest.approx(0.8)
     said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith("epoch 0.80  step 4/10  loss 2.5000  similarity 0.250  2.00 images/s  8.00 pairs/s")
-    assert "waiting for data 25.0%  2 steps skipped  eta " in said[0] and len(said) == 3
+    assert said[0].startswith("epoch 0.67  step 4/10  loss 2.5000  similarity 0.250  0.67 images/s  2.67 pairs/s")
+    assert "waiting for data 33.3%  2 steps skipped  eta " in said[0] and len(said) == 3
 
 
 def test_five_steps_in_a_row_without_a_finite_gradient_are_too_many(tmp_path):
