@@ -36,7 +36,7 @@ def write_atomically(path: Path, data: bytes) -> None:
         partial.write_bytes(data)
 
 
-def save(folder: Path, step: int, state: dict[str, Any], *, last: int = 3, every: int = 0) -> Path:
+def save(folder: Path, step: int, state: dict[str, Any], *, last: int, every: int) -> Path:
     """Saves ``state`` as the checkpoint of ``step``, and removes the others but for the newest ``last`` and, unless
     ``every`` is 0, those whose step is a multiple of it. Where the disk does not take it: OSError, and nothing changes.
     """

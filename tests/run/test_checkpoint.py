@@ -1,9 +1,12 @@
+import errno
 import os
 
 import pytest
 import torch
 
 from run import checkpoint
+
+KEEP = {"last": 3, "every": 0}
 
 
 def test_what_is_saved_comes_back_and_old_ones_go(tmp_path):
@@ -20,7 +23,7 @@ def test_what_is_saved_comes_back_and_old_ones_go(tmp_path):
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_used(tmp_path):
     """One bit of the weights, and a torn file."""
-    first, flipped, torn = (checkpoint.save(tmp_path, i, {"weights": torch.randn(10_000)}) for i in range(3))
+    first, flipped, torn = (checkpoint.save(tmp_path, i, {"weights": torch.randn(10_000)}, **KEEP) for i in range(3))
     data = bytearray(flipped.read_bytes())
     data[20_000] ^= 1
     flipped.write_bytes(data)
@@ -33,7 +36,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(tmp_path):
 
 
 def test_a_crash_while_writing_leaves_the_old_file(tmp_path, monkeypatch):
-    path = checkpoint.save(tmp_path, 1, {"step": 1})
+    path = checkpoint.save(tmp_path, 1, {"step": 1}, **KEEP)
     before = path.read_bytes()
 
     def crash(*_):
@@ -41,12 +44,12 @@ def test_a_crash_while_writing_leaves_the_old_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", crash)
     with pytest.raises(OSError, match="disk full"):
-        checkpoint.save(tmp_path, 1, {"step": 2})
+        checkpoint.save(tmp_path, 1, {"step": 2}, **KEEP)
     assert path.read_bytes() == before
 
 
 def test_a_torn_or_foreign_file_is_named_and_never_executed(tmp_path):
-    path = checkpoint.save(tmp_path, 1, {"weights": torch.zeros(1000)})
+    path = checkpoint.save(tmp_path, 1, {"weights": torch.zeros(1000)}, **KEEP)
     path.write_bytes(path.read_bytes()[:2000])
     with pytest.raises(ValueError, match=r"step-00000001\.pt is no readable checkpoint"):
         checkpoint.load(path)
@@ -74,3 +77,51 @@ def test_what_fails_in_the_background_is_raised(tmp_path):
     saver.save(4, {"step": 4})
     saver.wait()
     assert checkpoint.load(checkpoint.newest(tmp_path)[0]) == {"step": 4}
+
+
+def test_a_full_disk_is_told_from_other_errors_of_torch(tmp_path, monkeypatch):
+    """Its writer raises a RuntimeError over the OSError; the folder, which may not be there yet, stays as it was."""
+    folder = tmp_path / "new" / "folder"
+    checkpoint.save(folder, 1, {"step": 1}, **KEEP)
+
+    def fails(state, file):
+        try:
+            raise state
+        except OSError:
+            raise RuntimeError("torch's") from None
+        except RuntimeError as error:
+            raise error from None
+
+    monkeypatch.setattr(torch, "save", fails)
+    with pytest.raises(OSError) as full:
+        checkpoint.save(folder, 2, OSError(errno.ENOSPC, "No space left"), **KEEP)
+    assert full.value.errno == errno.ENOSPC and full.value.filename == str(folder / "step-00000002.pt")
+    with pytest.raises(RuntimeError, match="a bug"):
+        checkpoint.save(folder, 2, RuntimeError("a bug"), **KEEP)
+    assert [path.name for path in folder.iterdir()] == ["step-00000001.pt"]
+
+
+def test_what_fails_first_is_what_is_said(tmp_path, monkeypatch):
+    def fails(*_):
+        raise OSError("the first")
+
+    monkeypatch.setattr(type(tmp_path), "write_bytes", fails)
+    with pytest.raises(OSError, match="the first"):
+        checkpoint.write_atomically(tmp_path / "a.json", b"")
+
+    def torn(*_):
+        raise EOFError
+
+    checkpoint.save(tmp_path, 1, {"step": 1}, **KEEP)
+    monkeypatch.setattr(checkpoint.zipfile, "ZipFile", torn)
+    with pytest.raises(ValueError, match=r"is damaged \(EOFError\)"):
+        checkpoint.newest(tmp_path)
+
+
+def test_copies_stay_as_they_are():
+    module = torch.nn.Linear(2, 2)
+    state = checkpoint.copied(module=module, nothing=None)
+    before = module.weight.detach().clone()
+    with torch.no_grad():
+        module.weight.add_(1)
+    assert state.keys() == {"module"} and torch.equal(state["module"]["weight"], before)

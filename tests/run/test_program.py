@@ -1,0 +1,51 @@
+"""How a program ends, in one line."""
+
+import errno
+
+import pytest
+
+from pipeline import TooManyBadFiles
+from run import program
+from run.progress import TooManySkipped
+from run.signals import STOPPED
+
+ENDS = [
+    (TooManyBadFiles("21 of 50 images cannot be used"), "a.py: 21 of 50 images cannot be used; see rejected.jsonl."),
+    (TooManySkipped("5 steps in a row"), "a.py: 5 steps in a row. Lower --lr"),
+    (OSError(errno.ENOSPC, "No space left"), "a.py: [Errno 28] No space left in the output folder; what was saved"),
+    (OSError(errno.ENOSPC, "No space left", "x.pt"), "a.py: [Errno 28] No space left: 'x.pt'; what was saved before"),
+    (OSError(errno.ENOENT, "None there"), "a.py: [Errno 2] None there; what was saved before is intact"),
+    (RuntimeError("[/gloo/pair.cc] Connection closed"), "a.py: most likely another rank has ended (Connection closed)"),
+]
+
+
+@pytest.mark.parametrize(("error", "said"), ENDS, ids=lambda value: type(value).__name__)
+def test_what_ends_a_program_is_one_line(monkeypatch, error, said):
+    monkeypatch.setattr("sys.argv", ["a.py", "x"])
+
+    def main(arguments):
+        assert arguments == ["x"]
+        raise error
+
+    with pytest.raises(SystemExit) as end:
+        program.run("a.py", main)
+    assert end.value.code.startswith(said) and "\n" not in end.value.code
+
+
+def test_other_errors_are_not_hidden_and_wrong_input_is_said_by_one_rank(monkeypatch, capsys):
+    def broken(_):
+        raise RuntimeError("a bug")
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        program.run("a.py", broken)
+    with pytest.raises(SystemExit) as end:
+        program.run("a.py", interrupted)
+    assert end.value.code == STOPPED and capsys.readouterr().err.startswith("a.py: interrupted; the same command")
+    for rank, said in (("0", "a.py: wrong\n"), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as end, program.opening("a.py"):
+            raise ValueError("wrong")
+        assert end.value.code == 2 and capsys.readouterr().err == said

@@ -1,0 +1,54 @@
+import os
+
+import pytest
+import torch
+from conftest import on_ranks
+
+from run.ranks import Ranks
+
+
+def test_ranks_share_machines_and_cards(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    assert [Ranks(0, 8, n, torch.device("cpu")).threads() for n in (1, 3, 32)] == [16, 5, 1]
+    assert Ranks(0, 8, 3, torch.device("cpu")).threads(7) == 7 and Ranks(0, 1, 1, torch.device("cpu")).first
+    assert not Ranks(1, 2, 1, torch.device("cpu")).first
+    for cards, wanted, local, place in ((0, "auto", 1, "cpu"), (2, "cpu", 4, "cpu"), (2, "auto", 2, "cuda:1")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda cards=cards: cards)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
+        monkeypatch.setenv("LOCAL_RANK", str(min(1, local - 1)))
+        ranks = Ranks.join(wanted)
+        assert (str(ranks.device), ranks.rank, ranks.count, ranks.local_count) == (place, 0, 1, local)
+    for cards, wanted, said in ((0, "cuda", "sees no GPU"), (1, "auto", "2 ranks on a machine with 1 GPUs")):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda cards=cards: cards)
+        with pytest.raises(ValueError, match=said):
+            Ranks.join(wanted)
+
+
+def test_two_ranks_agree(tmp_path):
+    """Sums, means, objects, what the first does or finds wrong, and the wish of one of them to stop."""
+    on_ranks(
+        2,
+        """
+        from run.ranks import Ranks
+        from run.signals import StopRequest
+        ranks = Ranks(rank, 2, 2, torch.device("cpu"))
+        assert ranks.sum(torch.tensor([1.0 + rank])).item() == 3
+        assert ranks.mean(torch.tensor([1.0 + rank])).item() == 1.5
+        assert ranks.gather({rank: "x"}) == [{0: "x"}, {1: "x"}]
+        assert ranks.on_first(lambda: ("done", rank)) == ("done", 0)
+        for error in (ValueError, OSError):
+            try:
+                ranks.on_first(lambda: (_ for _ in ()).throw(error("wrong")))
+                raise SystemExit("nothing was raised")
+            except error as found:
+                assert str(found) == "wrong"
+        stop = StopRequest(ranks)
+        assert not stop.agreed(1)
+        stop.asked = 1.0 * rank
+        assert stop.agreed(2) and stop.agreed(0)
+        ranks.leave()
+        dist.init_process_group = dist.destroy_process_group = lambda *_: None
+        """,
+        tmp_path,
+    )
