@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 from conftest import ONE_THREAD, ROOT, run_program
 
 import kernels
+from bench import environment
 from bench.compile import compiled_rows
 from bench.kernels import GROUPS, POWER, Size, batch_of_boxes, sample_one_by_one, sample_with_multinomial
 from bench.report import tables
@@ -54,11 +56,23 @@ def test_device_script_runs_every_part(tmp_path):
     assert not tables.findings(results)  # a smoke run says nothing of speed, but has all that would be said
     for result in results:
         result.data["scale"] = "full"
-        assert result.data["findings"] and all(
-            panel for p in result.data.get("plots", ()) for panel in p["panels"].values()
-        )
+        assert result.data["findings"] and all(plot["panels"] for plot in result.data.get("plots", ()))
     ((_, _, table),) = tables.by_machine(results)
     assert len(table) == 1 + sum(len(result.data["findings"]) for result in results)
+
+
+def test_a_result_says_what_makes_it(monkeypatch):
+    """Each option that has a value, defaults too, lest they change; no path."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    options = environment.parser("step", "")
+    options.add_argument("--images", type=Path)
+    options.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
+    options.add_argument("--batch-size", type=int)
+    options.add_argument("--power", type=int, default=0)
+    options = options.parse_args(["--json", "a/b", "--images", "/a/c", "--smoke"])
+    assert environment.command(options) == (
+        "OMP_NUM_THREADS=3 python -m bench step --smoke --images IMAGES --ranks 1 2 --power 0"
+    )
 
 
 def test_soak_survives_bad_files_and_probes_them_once(tmp_path):

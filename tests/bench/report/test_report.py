@@ -134,18 +134,12 @@ def test_path_counts_bytes_by_shape():
 def test_path_takes_the_quickest_of_the_newest_of_one_gpu(tmp_path):
     """Of no other card and no CPU, however quick; without a stage there is no picture."""
     said = {stage: {"seconds": 2.0} for stage in path.STAGES[:4]}
-    machines = {
-        "old": MACHINE,
-        "new": MACHINE,
-        "zcpu": MACHINE | {"driver": None},
-        "other": MACHINE | {"device": "other"},
-    }
-    for name, seconds, day in (("old", 1.0, 1), ("new", 3.0, 2), ("zcpu", 0.1, 3), ("other", 0.1, 1)):
-        write(
-            tmp_path / f"{name}-2026-01-0{day}" / "a.json",
-            path=said | {"step": {"seconds": seconds}},
-            machine=machines[name],
-        )
+    for folder, seconds, machine in (
+        ("old-2026-01-01", 1.0, {}), ("new-2026-01-02", 3.0, {}), ("cpu-2026-01-03", 0.1, {"driver": None}),
+        ("another-2026-01-02", 0.1, {"device": "another"}),
+    ):  # fmt: skip
+        more = {"path": said | {"step": {"seconds": seconds}}, "machine": MACHINE | machine}
+        write(tmp_path / folder / "a.json", **more)
     write(tmp_path / "new-2026-01-02" / "b.json", path={"step": {"seconds": 2.5}})
     found = path.measured(read(tmp_path))
     assert found["step"][0] == {"seconds": 2.5} and found["step"][1].path.name == "b.json"
