@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from bench.findings import finding
 from run.checkpoint import write_atomically
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,8 +43,8 @@ class Part(NamedTuple):
 KERNELS = tuple(f"kernels/test_{name}.py" for name in ("sampling", "overlap", "gather", "short_attention"))
 INPUT = tuple(f"pipeline/test_{name}.py" for name in ("graph", "stream", "loader"))
 STEP = ("run/test_training.py",)
-COSTS = ("bench/test_bench.py::test_baselines_cost_what_is_counted",)
-SCALING = ("bench/test_bench.py::test_scaling_starts_from_what_was_measured",)
+COSTS = ("bench/test_baselines.py::test_baselines_cost_what_is_counted",)
+SCALING = ("bench/test_scaling.py",)
 PARTS = (
     Part("machine", "machine", 40),
     Part("gpu_tests", "gpu_tests", 130, where="gpu"),
@@ -191,4 +192,7 @@ def refuse(file: Path, part: Part) -> None:
     """A result without figures."""
     from bench import environment
 
-    environment.save(file, part.arguments.split()[0], {"tests": "failed", "test_files": list(part.tests)})
+    subject = part.arguments.split()[0]
+    rows = [finding(f"{subject} ({part.name})", "no figures: its correctness tests failed")]
+    result = {"tests": "failed", "test_files": list(part.tests), "findings": rows}
+    environment.save(argparse.Namespace(json=file, subject=subject), result)

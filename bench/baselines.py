@@ -29,6 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench import environment
+from bench.findings import bar, finding, plot
 from bench.methods import METHODS, Method
 from bench.step import saved_bytes
 from bench.timing import measure
@@ -190,6 +191,20 @@ def _range(values: list[float]) -> str:
     return " to ".join(sorted({f"{min(values):.1f}", f"{max(values):.1f}"}, key=float))
 
 
+def conclusions(d: dict) -> dict:
+    """A row for each claim; the first is the one that README's first lines rest on."""
+    found, panels = [], {}
+    for row in d["claims"]:
+        about = f"{row['APS takes of']} over that of APS, counting {row['counting']}; claimed: {row['claim']}"
+        ranges = "; ".join(f"{key}: {row[key]}" for key in ("its table", "32 px", "224 px"))
+        first = "" if found else "compute"
+        found.append(finding(about, ranges, f"at 32 px: {row['at 32 px']}", headline=first))
+    for size, methods in d["sizes"].items():
+        bars = (bar(name, of["flop"] / 1e9, ours=name == "APS") for name, of in methods.items())
+        panels[f"ViT-{size}"] = [*bars]
+    return {"findings": found, "plots": [plot("Arithmetic of a training step", "GFLOP an image", panels)]}
+
+
 def show(sizes: dict[str, dict], claims: list[dict]) -> None:
     rows, real = [], []
     for number, (size, methods) in enumerate(sizes.items()):
@@ -239,6 +254,7 @@ def main(arguments: list[str]) -> int:
     claims = check_claims(sizes)
     if options.smoke:
         print(f"--smoke: {SMALL}, not to be compared with the paper")
-    environment.save(options.json, "baselines", {"batch": BATCH, "sizes": sizes, "claims": claims})
+    result = {"batch": BATCH, "sizes": sizes, "claims": claims}
+    environment.save(options, result | conclusions(result))
     show(sizes, claims)
     return 0

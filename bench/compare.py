@@ -30,7 +30,7 @@ from bench.timing import summary
 SETTINGS = "recipe", "model", "image_size", "batch_size", "batch", "source", "scale", "depth", "head_hidden"
 RATES = {"images/s", "images_per_second", "pairs_per_second", "pairs/s"}  # the larger, the better
 TIMES = {"CPU ms/image"}  # single ones; with percentiles every "..._seconds" and "..._us"
-SPARE = {"profile", "metrics", "tests", "machine", "stages"}  # not compared: parts, and lines of a log
+SPARE = {"profile", "metrics", "tests", "machine", "stages", "findings", "plots", "path"}  # not compared
 
 
 class Figure(NamedTuple):

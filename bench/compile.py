@@ -15,6 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from bench import environment
+from bench.findings import finding
 from kernels.compiled import compile_for
 
 CAPABILITIES = 80, 90, 100, 120
@@ -102,11 +103,21 @@ def _mix(code: list[str], rules, bits) -> dict:
     return spills | by_width | {kind: count[kind] for kind in KINDS} | {"total": len(code) - count[""]}
 
 
+def conclusions(d: dict) -> dict:
+    rows = d["rows"]
+    targets = sorted({row["target"] for row in rows}, key=lambda name: (name[:2] != "sm", len(name), name))
+    spilled = sum(row["spilled_bytes"] > 0 or row["spill_instructions"] > 0 for row in rows)
+    stores = {int(bits) for row in rows if row["kernel"] == "gather_patches" for bits in row["store_bits"]}
+    programs = f"{len(rows)} programs, {spilled or 'none'} of which spill{'s' if spilled == 1 else ''}"
+    stored = f"the gather stores {' or '.join(str(bits // 8) for bits in sorted(stores))} bytes at a time"
+    return {"findings": [finding(f"every kernel compiled for {', '.join(targets)}", programs, stored)]}
+
+
 def main(arguments: list[str]) -> int:
     options = environment.parser("compile", "Compile every kernel; no GPU is needed.").parse_args(arguments)
     rows = list(compiled_rows())
     rows.sort(key=lambda row: row["kernel"])
-    environment.save(options.json, "compile", {"rows": rows})
+    environment.save(options, {"rows": rows} | conclusions({"rows": rows}))
     shown = [dict(row) for row in rows]
     for row in shown:
         del row["spill_instructions"]

@@ -21,6 +21,7 @@ PACKAGES = ("torch", "triton", "timm", "numpy", "nvidia-dali-cuda130", "tyro")
 def parser(subject: str, description: str) -> argparse.ArgumentParser:
     """The options that all subjects share."""
     options = argparse.ArgumentParser(prog=f"python -m bench {subject}", description=description)
+    options.set_defaults(subject=subject)
     options.add_argument("--json", type=Path, help="file for the result")
     options.add_argument("--smoke", action="store_true", help="everything in small: does it run at all?")
     return options
@@ -81,13 +82,26 @@ def _commit() -> str | None:
     return commit and commit + ("+" if _output("git", "status", "--porcelain") else "")
 
 
-def save(path: Path | None, subject: str, result: dict) -> None:
-    """Write {subject, machine, **result} to ``path`` (None: nowhere), whole or not at all; may be called repeatedly."""
-    if path is None:
+def command(options: argparse.Namespace) -> str:
+    """What makes such a result: all options that have a value, and for paths the names of their options."""
+    threads = os.environ.get("OMP_NUM_THREADS")
+    words = [f"OMP_NUM_THREADS={threads}"] * bool(threads) + ["python -m bench", options.subject]
+    for name, value in vars(options).items():
+        if name not in ("subject", "json") and value is not None and value is not False:
+            values = value if isinstance(value, list) else [] if value is True else [value]
+            words.append(f"--{name.replace('_', '-')}")
+            words += (name.upper() if isinstance(x, Path) else str(x) for x in values)
+    return " ".join(words)
+
+
+def save(options: argparse.Namespace, result: dict) -> None:
+    """Write {subject, command, machine, **result} to ``options.json`` (None: nowhere), whole or not at all; may be
+    called repeatedly."""
+    if options.json is None:
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"subject": subject, "machine": describe(), **result}, indent=1) + "\n"
-    write_atomically(path, text.encode())
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    about = {"subject": options.subject, "command": command(options), "machine": describe()}
+    write_atomically(options.json, (json.dumps(about | result, indent=1) + "\n").encode())
 
 
 def print_table(rows: list[dict]) -> None:

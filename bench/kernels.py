@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 import kernels
 from bench import environment
+from bench.findings import PATH_BATCH, bar, finding, number, plot
 from bench.timing import copy_bandwidth, measure
 from kernels import reference
 from pipeline import Augmentation
@@ -217,6 +218,34 @@ def crops_and_index(size: Size, device: torch.device):
     return crops, torch.rand(size.batch, math.prod(size.grid), device=device).argsort(1)[:, : size.keep].int()
 
 
+def conclusions(d: dict) -> dict:
+    """A row for each operation that has alternatives, its sizes side by side; all as bars, a panel a size."""
+    rows, found, panels = d["rows"], [], {}
+    sizes = "; ".join(dict.fromkeys(f"{row['size']}, batch {row['batch']}" for row in rows))
+    for operation in dict.fromkeys(row["operation"] for row in rows):
+        providers = {}
+        for row in rows:
+            if row["operation"] == operation:
+                providers.setdefault(row["provider"], []).append(row)
+        (_, ours), *others = providers.items()
+        if others:
+            times = ", ".join(f"{row['p50_us'] / 1e3:.3g}" for row in ours)
+            first, *rest = (f"{name} {', '.join(number(row['times_ours']) for row in of)}" for name, of in others)
+            found.append(finding(f"{operation} ({sizes})", f"{times} ms", f"times that: {first}", *rest))
+    for row in rows:
+        times = [row[f"{name}_us"] / 1e3 for name in ("p50", "p20", "p80")]
+        label, ours = f"{row['operation']}: {row['provider']}", row["times_ours"] == 1
+        panels.setdefault(f"{row['size']}, batch {row['batch']}", []).append(bar(label, *times, ours=ours))
+    stages = {"sample_views": "sample", "gather_patches": "gather"}
+    path = {
+        stages[row["provider"]]: {"seconds": row["p50_us"] / 1e6}
+        for row in rows
+        if row["provider"] in stages and row["size"] == SIZES[0].name and row["batch"] == PATH_BATCH
+    }
+    plots = [plot("Kernels and their alternatives", "ms (p20 to p80)", panels)]
+    return {"findings": found, "plots": plots, "path": path}
+
+
 def main(arguments: list[str]) -> int:
     options = environment.parser("kernels", "Sampling and gathering against the alternatives.").parse_args(arguments)
     device = environment.device()
@@ -236,6 +265,7 @@ def main(arguments: list[str]) -> int:
                     | {"runs": time["runs"], "times_ours": time["p50"] / ours, "bytes": moved}
                     | {"gb_per_second": rate / 1e9, "share_of_copy": rate / bandwidth}
                 )
-        environment.save(options.json, "kernels", {"copy_bytes_per_second": bandwidth, "rows": rows})
+        result = {"copy_bytes_per_second": bandwidth, "rows": rows}
+        environment.save(options, result | conclusions(result))
     environment.print_table(rows)
     return 0

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from bench import environment
+from bench.findings import bar, finding, plot
 from pipeline import Index
 
 ARMS = {
@@ -58,6 +59,30 @@ def _spread(values: list[float]) -> float | None:
     return statistics.stdev(values) if len(values) > 1 else None
 
 
+def conclusions(d: dict) -> dict:
+    def accuracy(mean, spread):
+        return "-" if mean is None else f"{mean:.1f} %" + (f" +- {spread:.1f}" if spread is not None else "")
+
+    def bars(name):
+        for row in d["rows"]:
+            if row[name] is not None:
+                mean, spread = row[name], row[f"{name}_spread"] or 0
+                yield bar(row["arm"], mean, mean - spread, mean + spread, ours=row["arm"] == ARMS["aps"])
+
+    found = []
+    for row in d["rows"]:
+        parts = ("pretraining", row["steps"]), ("fine-tuning", row["tuning_steps"])
+        steps = ", ".join(f"{count:,} steps of {what}" for what, count in parts if count)
+        more = [f"runs: {row['runs']}"]
+        if row["knn"] is not None:
+            more.append(f"k-NN {accuracy(row['knn'], row['knn_spread'])}, untrained {row['knn_untrained']:.1f} %")
+        tuned = f"{accuracy(row['top1'], row['top1_spread'])} after fine-tuning"
+        found.append(finding(f"accuracy: {row['arm']}; {steps}", tuned, *more))
+    panels = {"after fine-tuning": [*bars("top1")], "k-NN before it": [*bars("knn")]}
+    plots = [plot("What pretraining is worth", "% (standard deviation of seeds)", panels)]
+    return {"findings": found, "plots": plots}
+
+
 def print_list(folder: Path, images: int) -> None:
     """Prints ``path<TAB>label`` of so many images (0: all), as many of each class, evenly spaced over its files."""
     index = Index.scan(folder)
@@ -81,6 +106,6 @@ def main(arguments: list[str]) -> int:
     if not rows:
         print(f"bench learning: no complete run in {options.runs}")
         return 2
-    environment.save(options.json, "learning", {"rows": rows})
+    environment.save(options, {"command": "bench/learning.sh", "rows": rows} | conclusions({"rows": rows}))
     environment.print_table(rows)
     return 0

@@ -25,9 +25,11 @@ import torch
 from PIL import Image, ImageFilter, ImageOps
 
 from bench import environment
+from bench.findings import PATH_BATCH, PATH_RECIPE, bar, finding, number, plot
 from pipeline import Augmentation, Index, Loader, graph
 from run.recipes import RECIPES
 
+TIMES = "times this loader's CPU"
 AHEAD = 4  # batches at either end that the clock of images per second leaves out: no loader works further ahead
 
 
@@ -59,8 +61,8 @@ def options_of(subject: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def skip(options: argparse.Namespace, subject: str, reason: str) -> int:
-    environment.save(options.json, subject, {"skipped": reason})
+def skip(options: argparse.Namespace, reason: str) -> int:
+    environment.save(options, {"skipped": reason, "findings": []})
     print(f"skipped: {reason}")
     return 0
 
@@ -77,7 +79,7 @@ def main(arguments: list[str]) -> int:
     try:
         import nvidia.dali  # noqa: F401
     except ImportError as error:
-        return skip(options, "pipeline", f"DALI cannot be imported: {error}")
+        return skip(options, f"DALI cannot be imported: {error}")
     cores = len(os.sched_getaffinity(0))
     config, batch = RECIPES[options.recipe], options.batch_size
     batches, rounds, looked_at = options.batches, 1 if on_gpu else 5, 100
@@ -103,8 +105,39 @@ def main(arguments: list[str]) -> int:
             result[name] = table()
             print()
             environment.print_table(result[name])
-            environment.save(options.json, "pipeline", result)
+            environment.save(options, result | conclusions(result))
     return 0
+
+
+def conclusions(d: dict) -> dict:
+    """Against the alternatives by processor time; on a GPU by numbers of threads, and then for the data path too."""
+    recipe, rows = d["recipe"], [row for row in d["rates"] if row["images/s"]]
+    what = f"files to both augmented views, {d['image_size']} px, batch {d['batch_size']}"
+    headline = f"input, {recipe}" if recipe.startswith("imagenet") else ""
+    best = max(rows, key=lambda row: row["images/s"])
+    result, unit = {}, "CPU ms/image"
+    if all(row["provider"].startswith("this loader") for row in rows):
+        unit = "images/s"
+        found = finding(what, best[unit], unit=f"{unit} ({best['provider']})", headline=headline)
+        if recipe == PATH_RECIPE:
+            path = {"seconds": PATH_BATCH / best[unit], "threads": best["provider"]}
+            path |= {name: d[name] for name in ("mean_file_bytes", "mean_height", "mean_width")}
+            result["path"] = {"input": path}
+    else:
+        ours, *others = rows
+        text = f"{number(ours[unit])} ms of processor time an image, {number(ours['images/s'])} images/s"
+        first, *more = (f"{row['provider'].split(',')[0]} {number(row[TIMES])} times that time" for row in others)
+        for row in d.get("parity", ()):
+            if row["operation"] == "crop, flip, resize":
+                more.append(f"crop and resize differ from torchvision's by {row['mean']:.2f} levels on the mean")
+        found = finding(what, f"{text}; {first}", *more, headline=headline)
+    name = f"{recipe}, {d['image_size']} px"
+    bars = [bar(row["provider"], row[unit], ours=row["provider"].startswith("this")) for row in rows]
+    plots = [plot("Input path, both views", unit, {name: bars})]
+    if "stages" in d:
+        stages = {name: [bar(row["stage"], row["its own"]) for row in d["stages"]]}
+        plots.append(plot("Its stages", "CPU ms/image", stages, name="stages"))
+    return {"findings": [found], "plots": plots, **result}
 
 
 # Images per second and processor time, side by side
@@ -129,15 +162,15 @@ def rates(index, config, batch, batches, rounds, device, cores) -> list[dict]:
             providers |= torchvision_loaders(index, config, batch, cores)
     count = max(1, batches // rounds) + 2 * AHEAD
     measured = {name: [] for name in providers}
-    for number in range(rounds):
+    for turn in range(rounds):
         for name, provider in providers.items():
-            measured[name].append(drain(provider(number * count, (number + 1) * count), batch))
+            measured[name].append(drain(provider(turn * count, (turn + 1) * count), batch))
     rows = []
     for name, values in measured.items():
         rate, cost = (statistics.median(column) for column in zip(*values, strict=True))
         rows.append({"provider": name, "images/s": rate, "CPU ms/image": cost})
     for row in rows:
-        row["times this loader's CPU"] = row["CPU ms/image"] / rows[0]["CPU ms/image"]
+        row[TIMES] = row["CPU ms/image"] / rows[0]["CPU ms/image"]
     if find_spec("ffcv") is None:
         rows.append(dict.fromkeys(rows[0]) | {"provider": "FFCV: not installed"})
     return rows
@@ -237,10 +270,10 @@ def stages(index, config, batch, rounds) -> list[dict]:
     blurred = tuple(dataclasses.replace(view, solarise=False) for view in full)
     views_of = {"read": None, "decode": None, "crops": plain, "colour": coloured, "blur": blurred, "solarise": full}
     costs, batches = {name: [] for name in views_of}, max(3, 1000 // config.image_size)
-    for number in range(rounds):
+    for turn in range(rounds):
         for name, views in views_of.items():
             before = processor_seconds()
-            source = fed(index, config, views, batch, range(number * batches, (number + 1) * batches))
+            source = fed(index, config, views, batch, range(turn * batches, (turn + 1) * batches))
             with contextlib.suppress(StopIteration):
                 pipeline = build(name, source, views, config.image_size, batch)
                 while True:
@@ -254,12 +287,12 @@ def stages(index, config, batch, rounds) -> list[dict]:
     ]
 
 
-def fed(index, config, views, batch, numbers):
+def fed(index, config, views, batch, turns):
     """The source of a graph: names of files, and the parameters of ``views``."""
-    for number in numbers:
-        sample = np.arange(number * batch, (number + 1) * batch) % len(index)
+    for turn in turns:
+        sample = np.arange(turn * batch, (turn + 1) * batch) % len(index)
         sizes, names = index.sizes[sample], [np.frombuffer(os.fsencode(index.file(s)), np.uint8) for s in sample]
-        drawn = config.augmentation.draw(sizes, sample, 0, number) if views else None
+        drawn = config.augmentation.draw(sizes, sample, 0, turn) if views else None
         yield names, *(graph.feeds(views, sizes, drawn) if views else ())
 
 

@@ -20,6 +20,7 @@ import json
 from pathlib import Path
 
 from bench import environment
+from bench.findings import number, percent
 from run.recipes import RECIPES, Config
 from run.training import Training
 
@@ -68,6 +69,24 @@ def predict(config: Config, parameters: int, *, step_seconds: float, gpus: int, 
     }  # fmt: skip
 
 
+def conclusions(d: dict) -> dict:
+    """A table instead of rows: all models in each cell, a column for each number of GPUs."""
+    models = {name: d[name] for name in ROWS if name in d}
+    columns = list(zip(*models.values(), strict=True))
+    figures = {
+        "step (ms)": "step_ms", "pairs/s": "pairs_per_second", "share of that many single GPUs": "efficiency",
+        "images/s for a node to decode": "node_images_per_second", "GB/s for a node to read": "node_gb_per_second",
+        "seconds for a pass over ImageNet": "epoch_seconds",
+    }  # fmt: skip
+    sizes = [(first["gpus"], first["images_per_gpu"]) for first, *_ in columns]
+    heads = [f"{n} GPU{'s' * (n > 1)}, batch {n * images:,}" for n, images in sizes]
+    table = [[", ".join(models), *heads]]
+    for label, name in figures.items():
+        text = percent if name == "efficiency" else number
+        table.append([label, *(", ".join(text(row[name]) for row in column) for column in columns)])
+    return {"findings": [], "table": table}
+
+
 def main(arguments: list[str]) -> int:
     parser = environment.parser("scaling", "Steps on several GPUs, predicted from the measured one.")
     parser.add_argument("--recipe", choices=ROWS, nargs="+", default=list(ROWS))
@@ -92,7 +111,7 @@ def main(arguments: list[str]) -> int:
         ]  # fmt: skip
         print(f"\n{recipe}: {parameters / 1e6:.1f} M trained parameters")
         environment.print_table(result[recipe])
-    environment.save(options.json, "scaling", result)
+    environment.save(options, result | conclusions(result))
     return 0
 
 

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from bench import environment
+from bench.findings import finding, plot
 from bench.pipeline import generate, skip
 from pipeline import Index, Loader, graph
 from run.recipes import RECIPES
@@ -27,7 +28,7 @@ def main(arguments: list[str]) -> int:
     try:
         import nvidia.dali  # noqa: F401
     except ImportError as error:
-        return skip(options, "soak", f"DALI cannot be imported: {error}")
+        return skip(options, f"DALI cannot be imported: {error}")
     batch, batches = (32, 80) if options.smoke else (options.batch_size, options.batches)
     count, damaged = 16 * batch, 5
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
@@ -43,15 +44,22 @@ def main(arguments: list[str]) -> int:
         result = run(loader, batches) | {"batches": batches, "batch_size": batch, "images": count, "damaged": damaged}
     tenths = result["resident_mib"]
     result["grown_mib"] = tenths[-1] - tenths[1]
-    environment.save(options.json, "soak", result)
+    said = conclusions(result)
+    environment.save(options, result | said)
     environment.print_table([{"tenths of the batches": i, "resident MiB": mib} for i, mib in enumerate(tenths)])
-    print(
-        f"{batches} batches of {batch} in {result['epochs']} epochs: grown by {result['grown_mib']:.1f} MiB after the "
-        f"first tenth; {result['found']} of {damaged} bad files found; batches probed: "
-        f"{result['probes_in_first_epoch']} in the first epoch, {result['probes_later']} later"
-    )
+    print("\n".join(": ".join(row.values()) for row in said["findings"]))
     flat = result["grown_mib"] <= GROWTH
     return 0 if flat and result["found"] == damaged and not result["probes_later"] else 1
+
+
+def conclusions(d: dict) -> dict:
+    what = f"{d['batches']:,} batches of {d['batch_size']} in {d['epochs']} epochs"
+    memory = f"the resident set grows by {d['grown_mib']:.1f} MiB after the first tenth"
+    bad = f"{d['found']} of {d['damaged']} damaged files found"
+    probes = f"{d['probes_in_first_epoch']} batches probed in the first epoch, {d['probes_later']} later"
+    panels = {f"{d['batches']:,} batches": d["resident_mib"]}
+    plots = [plot("Resident set over tenths of the batches", "MiB", panels)]
+    return {"findings": [finding(what, memory, bad, probes)], "plots": plots}
 
 
 def run(loader: Loader, batches: int) -> dict:

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from bench import environment, roofline
+from bench.findings import PATH_BATCH, PATH_RECIPE, bar, finding, number, percent, plot
 from bench.kernels import batch_of_boxes
 from bench.plain import Plain
 from bench.timing import copy_bandwidth, matrix_product, summary
@@ -184,6 +185,30 @@ def against_ceilings(found: dict, config: Config, ceilings: dict) -> dict:
     }  # fmt: skip
 
 
+def conclusions(d: dict) -> dict:
+    """A row and a bar for each mode; that of train.py on this device, with an ImageNet recipe, is a headline."""
+    found, bars, recipe = [], [], d["recipe"]
+    for mode in (mode for mode in MODES if mode in d):
+        of, seconds = d[mode], d[mode]["step_seconds"]
+        text = f"{number(of['pairs_per_second'])} pairs/s, {number(seconds['p50'] * 1e3)} ms"
+        if mode != "plain" and "times_plain" in of:
+            text += f", {number(of['times_plain']['p50'])} times the plain form"
+        more = [f"{percent(of['mfu'])} of the best matrix product, {percent(of['roofline_share'])} of the roofline"]
+        if of["peak_memory_bytes"]:
+            more.append(f"{number(of['peak_memory_bytes'] / 2**30)} GiB of memory at most")
+        what = f"optimizer step, {recipe}, batch {d['batch_size']}, synthetic crops, {mode} ({of['precision']})"
+        best = "compiled" if of["peak_memory_bytes"] else "eager"  # on a GPU, on a CPU
+        headline = f"step, {recipe}" if mode == best and recipe.startswith("imagenet") else ""
+        found.append(finding(what, text, *more, headline=headline))
+        rates = (d["batch_size"] / seconds[p] for p in ("p50", "p80", "p20"))
+        bars.append(bar(mode, *rates, ours=mode != "plain"))
+    panels = {f"{recipe}, batch {d['batch_size']}": bars}
+    result = {"findings": found, "plots": [plot("Optimizer step", "pairs/s (p20 to p80)", panels)]}
+    if "compiled" in d and (recipe, d["batch_size"]) == (PATH_RECIPE, PATH_BATCH):
+        result["path"] = {"step": {"seconds": d["compiled"]["step_seconds"]["p50"]}}
+    return result
+
+
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = environment.parser("step", "The optimizer step on synthetic crops.")
     parser.add_argument("--recipe", choices=RECIPES, default="imagenet-vit-s")
@@ -220,11 +245,12 @@ def main(arguments: list[str]) -> int:
     result |= ceilings
     for mode, synthetic in modes.items():
         result[mode] |= against_ceilings(result[mode], config, ceilings) | {"kept_bytes": synthetic.kept()}
-    environment.save(options.json, "step", result)
+    result |= conclusions(result)
+    environment.save(options, result)
     for mode, synthetic in modes.items():
         result[mode]["profile"] = where_time_goes(synthetic.batch, device)
         show_profile(mode, result[mode]["profile"])
-    environment.save(options.json, "step", result)
+    environment.save(options, result)
     show(result, modes)
     return 0
 

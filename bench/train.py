@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from bench import environment
+from bench.findings import finding, number, percent
 from bench.pipeline import drain, folder_of_images, options_of, skip
 from pipeline import Index, Loader
 from run.recipes import RECIPES
@@ -28,11 +29,11 @@ def main(arguments: list[str]) -> int:
     )
     options = parser.parse_args(arguments)
     if find_spec("tyro") is None:
-        return skip(options, "train", "tyro is not installed")
+        return skip(options, "tyro is not installed")
     try:
         import nvidia.dali  # noqa: F401
     except ImportError as error:
-        return skip(options, "train", f"DALI cannot be imported: {error}")
+        return skip(options, f"DALI cannot be imported: {error}")
     recipe, batch, steps, more = options.recipe, options.batch_size, options.steps, []
     if options.smoke:
         recipe, batch, steps, more = "toy", 8, 8, ["--image-size", "32", "--depth", "2"]
@@ -63,9 +64,31 @@ def main(arguments: list[str]) -> int:
             result["runs"].append(row)
             if ranks == options.ranks[0]:
                 result |= {name: row[name] for name in ("pairs_per_second", "data_wait")} | {"metrics": lines}
-            environment.save(options.json, "train", result)
+            environment.save(options, result | conclusions(result))
     environment.print_table(result["runs"])
     return 0
+
+
+def conclusions(d: dict) -> dict:
+    """Of the first number of ranks pairs per second, with the range of the log's lines; of each what limits it."""
+    of = f"{d['recipe']}, batch {d['batch_size']}"
+    lines = [line for line in d["metrics"] if "data_wait" in line]
+    lines = [line for line in lines if line["step"] > lines[-1]["step"] / 2]
+    rates, waits = ([line[name] for line in lines] for name in ("pairs_per_second", "data_wait"))
+    spans = f"{number(min(rates))}-{number(max(rates))}, {100 * min(waits):.1f}-{percent(max(waits))}"
+    speed = f"{number(d['pairs_per_second'])} pairs/s, {percent(d['data_wait'])} of the time waiting for data"
+    found = [finding(f"train.py on files, {of}", f"{speed} after warm-up (lines of the log: {spans})")]
+    for row in d.get("runs", ()):
+        speed = f"{number(row['pairs_per_second'])} pairs/s, {percent(row['data_wait'])} of the time waiting for data"
+        needed, alone = (number(row[f"images_per_second_{name}"]) for name in ("needed", "alone"))
+        found.append(finding(
+            f"what limits train.py, {of}, {row['ranks']} rank{'s' * (row['ranks'] > 1)}",
+            f"the {row['limited_by']}: {speed}",
+            f"a rank needs {needed} images/s, its input alone (threads: {row['threads']}) gives {alone}, enough for "
+            f"{number(row['ranks_fed'])} such ranks",
+            f"threads to balance one: {row['threads_to_balance']}",
+        ))  # fmt: skip
+    return {"findings": found}
 
 
 def run(images: Path, recipe: str, batch: int, steps: int, ranks: int, more: list[str]) -> list[dict] | None:

@@ -1,0 +1,90 @@
+"""The tables of README, which ``bench report`` puts there, of the rows that measurements keep in their results."""
+
+from collections.abc import Iterable
+from itertools import pairwise
+
+from bench.environment import ROOT
+from bench.findings import number
+from bench.report.results import Result, by_folder, hardware, short
+
+ORDER = (  # of subjects in a table; those that are not here come last
+    "machine", "gpu_tests", "step variants", "step", "input", "pipeline", "train", "kernel variants", "kernels",
+    "DALI on CPU and GPU", "compile", "soak", "learning", "demo", "baselines",
+)  # fmt: skip
+Table = list[list[str]]  # cells by rows, the first of heads; `code` between backticks
+
+
+def findings(results: list[Result]) -> list[tuple[dict, Result]]:
+    """Rows and where they stand, in the order of tables: of each device and measurement the newest."""
+    newest = {}
+    for result in results:
+        for row in result.data["findings"] if result.scale != "smoke" else ():
+            newest.setdefault((result.machine["device"], row["what"]), (row, result))
+    places = {result.path: place for place, found in enumerate(by_folder(results).values()) for result in found}
+    order = {subject: place for place, subject in enumerate(ORDER)}
+    return sorted(newest.values(), key=lambda of: (places[of[1].path], order.get(of[1].subject, len(order))))
+
+
+def shown(row: dict) -> str:
+    """The result of a row as text, without what else there is to say."""
+    result = row["result"]
+    return result if isinstance(result, str) else f"{number(result)} {row['unit']}"
+
+
+def headline(results: list[Result]) -> Table:
+    """The rows that say that a reader meets them first."""
+    rows = {}
+    for row, result in findings(results):
+        if "headline" in row:
+            device = result.machine["device"]
+            rows.setdefault((device, row["headline"]), [row["what"], shown(row), device])
+    return [["what", "measured or counted", "on"], *rows.values()]
+
+
+def own_table(results: list[Result]) -> Table:
+    """The newest table that a result brings along: what several GPUs should give, by ``bench scaling``."""
+    found = (result.data["table"] for result in results if result.scale != "smoke" and "table" in result.data)
+    return next(found, [["not predicted: no result of `python -m bench scaling`"]])
+
+
+def by_machine(results: list[Result]) -> Iterable[tuple[str, str, Table]]:
+    """(hardware, name of the folder, all rows of it); each names its file and the commit measured."""
+    rows = findings(results)
+    for folder in by_folder(results):
+        found = [(row, result) for row, result in rows if result.path.parent == folder]
+        if not found:
+            continue
+        sources = [result for _, result in found]
+        commands = [sources[0].command]
+        commands += ["as above" if b is a else b.command for a, b in pairwise(sources)]
+        table = [["what", "result", "command", "file", "commit"]]
+        for (row, result), command in zip(found, commands, strict=True):
+            text = "; ".join([shown(row), row["more"]] if "more" in row else [shown(row)])
+            commit = short(row["commit"]) if "commit" in row else result.commit
+            table.append([row["what"], text, command, f"`{result.path.name}`", commit])
+        date = f" {sources[0].date}," if sources[0].date else ""
+        small = " small sizes," * any(result.scale == "small" for result in sources)
+        name = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder.name
+        yield f"{hardware(sources)};{date}{small}", f"{name}/", table
+
+
+def markdown(table: Table) -> str:
+    lines = [" | ".join(row) for row in table]
+    return "\n".join(["| " + lines[0] + " |", "|---" * len(table[0]) + "|", *(f"| {line} |" for line in lines[1:])])
+
+
+def section(readme: str, results: list[Result]) -> str:
+    """README with its tables between the markers made anew; ValueError where markers are missing."""
+    found = {"headline": markdown(headline(results)), "scaling": markdown(own_table(results))}
+    folded = (
+        f"<details><summary>{title} {len(table) - 1} figures in <code>{name}</code></summary>\n\n{markdown(table)}\n\n"
+        "</details>"
+        for title, name, table in by_machine(results)
+    )
+    for name, text in (found | {"results": "\n\n".join(folded)}).items():
+        opening, closing = f"<!-- {name} -->", f"<!-- /{name} -->"
+        if not readme.count(opening) == readme.count(closing) == 1 or readme.index(opening) > readme.index(closing):
+            raise ValueError(f"README.md: expected {opening} and below it {closing}, each once")
+        before, rest = readme.split(opening)
+        readme = f"{before}{opening}\n\n{text}\n\n{closing}{rest.split(closing)[1]}"
+    return readme
