@@ -1,6 +1,8 @@
 """How a program ends, in one line."""
 
+import dataclasses
 import errno
+from typing import Literal
 
 import pytest
 
@@ -15,7 +17,7 @@ ENDS = [
     (OSError(errno.ENOSPC, "No space left"), "a.py: [Errno 28] No space left in the output folder; what was saved"),
     (OSError(errno.ENOSPC, "No space left", "x.pt"), "a.py: [Errno 28] No space left: 'x.pt'; what was saved before"),
     (OSError(errno.ENOENT, "None there"), "a.py: [Errno 2] None there; what was saved before is intact"),
-    (RuntimeError("[/gloo/pair.cc] Connection closed"), "a.py: most likely another rank has ended (Connection closed)"),
+    (RuntimeError("[/gloo/pair.cc] Closed [::1] x\ny"), "a.py: most likely another rank has ended (Closed [::1] x); "),
 ]
 
 
@@ -49,3 +51,26 @@ def test_other_errors_are_not_hidden_and_wrong_input_is_said_by_one_rank(monkeyp
         with pytest.raises(SystemExit) as end, program.opening("a.py"):
             raise ValueError("wrong")
         assert end.value.code == 2 and capsys.readouterr().err == said
+
+
+def test_the_recipe_of_a_command_line_gives_the_defaults(capsys):
+    """Wherever it stands; a shortened option is not taken for it, and help is that of the recipe."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Options:
+        recipe: Literal["toy", "large"] = "toy"
+        rate: float = 1.0
+
+    recipes = {"toy": Options(), "large": Options("large", 5.0)}
+    for words, expected in (
+        ((), Options()), (("--rate", "2"), Options("toy", 2.0)), (("--recipe", "large"), Options("large", 5.0)),
+        (("--rate", "2", "--recipe=large"), Options("large", 2.0)),
+    ):  # fmt: skip
+        assert program.parse("a.py", recipes, list(words)) == expected
+    for words in (("--rec", "large"), ("--recipe", "none")):
+        with pytest.raises(SystemExit):
+            program.parse("a.py", recipes, list(words))
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        program.parse("a.py", recipes, ["--recipe", "large", "--help"])
+    assert not end.value.code and "5.0" in capsys.readouterr().out

@@ -2,12 +2,12 @@ import dataclasses
 import itertools
 import math
 import re
+from pathlib import Path
 
 import pytest
 import timm
-from conftest import ROOT, SMALL
+from conftest import ROOT
 
-import run.training
 import train as program
 from pipeline import Augmentation
 from run.recipes import RECIPES, Config, learning_rate, momentum_coefficient
@@ -78,12 +78,6 @@ def value(config, name):
     return getattr(config.augmentation if name in fields(Augmentation) else config, name)
 
 
-def changed(config, name, to):
-    if name in fields(Augmentation):
-        return dataclasses.replace(config, augmentation=dataclasses.replace(config.augmentation, **{name: to}))
-    return dataclasses.replace(config, **{name: to})
-
-
 def test_every_field_has_its_source():
     """A new option has to be placed: in the table, with whose it is, or among ours."""
     assert not fields(Config) & fields(Augmentation)
@@ -104,59 +98,6 @@ def test_recipes_hold_the_constants_of_their_sources():
         assert plan_patches(config)[:2] == (patch, grid)
         assert (vit.embed_dim, len(vit.blocks), vit.blocks[0].attn.num_heads) == (width, blocks, heads)
         assert vit.blocks[0].mlp.fc1.out_features == 4 * width and vit.norm.eps == 1e-6
-
-
-OTHER = {  # another value of everything that the weights may depend on
-    "epochs": 3.0, "batch_size": 6, "lr": 2e-3, "betas": (0.9, 0.9), "weight_decay": 0.5, "warmup_epochs": 0.05,
-    "temperature": 0.2, "ema": 0.5, "clip": "norm", "clip_momentum": 0.9, "clip_alpha": 1.5, "keep_ratio": 0.2,
-    "groups": 3, "power": 0.0, "image_size": 40, "patch_size": 4, "depth": 2, "position_embedding": "learned",
-    "frozen_patch_embed": True, "head_hidden": 24, "head_out": 12, "projector_layers": 2, "predictor_layers": 3,
-    "mean": (0.485, 0.456, 0.5), "std": (0.229, 0.224, 0.3), "area": (0.5, 1), "aspect": (1, 1), "flip_p": 1.0,
-    "jitter_p": 0.0, "brightness": 0.1, "contrast": 0.1, "saturation": 0.8, "hue": 0.3, "grey_p": 0.8,
-    "blur_p": (1.0, 1.0), "blur_sigma": (1.0, 2.0), "solarise_p": (0.0, 1.0), "model": "vit_small_patch16_224",
-    "seed": 1,
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def trained(photos, tmp_path_factory):
-    """What a run of a config, four steps long, exports."""
-    start = Config(
-        data=photos, device="cpu", threads=1, depth=1, image_size=32, batch_size=12, epochs=1.0, warmup_epochs=0.1,
-        max_steps=4, head_hidden=16, head_out=8, ema=0.9, clip="vector",
-    )  # fmt: skip
-
-    def run(**changes):
-        config = dataclasses.replace(start, output=tmp_path_factory.mktemp("trained"))
-        for name, to in changes.items():
-            assert value(config, name) != to
-            config = changed(config, name, to)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(program, "parse", lambda arguments: config)
-            program.main([])
-        return (config.output / "encoder.safetensors").read_bytes()
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def plain(trained):
-    return trained()
-
-
-@pytest.mark.parametrize("name", sorted(OTHER))
-def test_every_constant_makes_a_difference(trained, plain, name):
-    assert trained(**{name: OTHER[name]}) != plain
-
-
-def test_nothing_else_makes_a_difference(trained, plain):
-    """As it is promised to a run that is continued with other values of these."""
-    assert OTHER.keys() == TABLE.keys() | {"model", "seed"}
-    free = {
-        "threads": 2, "resume": "never", "max_bad": 0.5, "checkpoint_every": 1, "keep_last": 1, "keep_every": 2,
-        "log_every": 1, "knn_images": 8,
-    }  # fmt: skip
-    assert trained(**free) == plain
 
 
 def test_every_option_is_read_somewhere():
@@ -200,24 +141,6 @@ def test_momentum_coefficient_rises_to_one(name):
     assert momentum_coefficient(config, 0) == pytest.approx(0.99) and momentum_coefficient(config, 301) == 1
 
 
-def test_schedules_advance_with_every_group(photos, tmp_path, monkeypatch):
-    """2 epochs of 4 batches of 4 groups: each step is 1/16 epoch on, also in a run that stopped within a batch."""
-    seen = {"learning_rate": [], "momentum_coefficient": []}
-
-    def note(name, function):
-        def noted(config, epoch):
-            seen[name].append(epoch)
-            return function(config, epoch)
-
-        monkeypatch.setattr(run.training, name, noted)
-
-    note("learning_rate", learning_rate)
-    note("momentum_coefficient", momentum_coefficient)
-    for steps in ("6", "32"):
-        program.main([*SMALL, "--data", str(photos), "--output", str(tmp_path), "--ema", "0.9", "--max-steps", steps])
-    assert seen["learning_rate"] == seen["momentum_coefficient"] == [step / 16 for step in range(32)]
-
-
 def test_kept_patches_are_the_floor_of_the_share():
     assert plan_patches(RECIPES["imagenet-vit-s"]) == (16, (14, 14), 49)
     assert plan_patches(RECIPES["cifar-vit-b"]) == (2, (16, 16), 64)
@@ -226,3 +149,63 @@ def test_kept_patches_are_the_floor_of_the_share():
     for ratio, groups in ((0.27, 4), (0.5, 3), (0.001, 1)):
         with pytest.raises(ValueError, match=r"expected"):
             plan_patches(dataclasses.replace(RECIPES["toy"], keep_ratio=ratio, groups=groups))
+
+
+TOY = {  # what the demo trains with, and what every option is unless a recipe says otherwise
+    "output": Path("runs/pretrain"), "epochs": 3, "max_steps": None, "batch_size": 64, "device": "auto", "seed": 0,
+    "resume": "auto", "max_bad": 0.05, "checkpoint_every": 500, "keep_last": 3, "keep_every": 0, "log_every": 50,
+    "lr": 1e-3, "weight_decay": 0.05, "data": None, "eval_data": None, "precision": "auto", "threads": 0,
+    "betas": (0.9, 0.999), "warmup_epochs": 0.2, "recipe": "toy", "knn_images": 4000, "knn_every": 0, "fsdp": False,
+    "compress_gradients": False, "grad_checkpointing": False, "model": "vit_tiny_patch16_224", "image_size": 64,
+    "patch_size": 8, "depth": 4, "position_embedding": "sincos", "frozen_patch_embed": False, "head_hidden": 512,
+    "head_out": 128, "projector_layers": 3, "predictor_layers": 2, "mean": (0.485, 0.456, 0.406),
+    "std": (0.229, 0.224, 0.225), "keep_ratio": 0.25, "groups": 4, "power": 3.0, "temperature": 0.1, "ema": None,
+    "clip": "off", "clip_momentum": 0.4, "clip_alpha": 1.05,
+    "augmentation": {
+        "area": (0.3, 1.0), "aspect": (3 / 4, 4 / 3), "flip_p": 0.5, "jitter_p": 0.8, "brightness": 0.4,
+        "contrast": 0.4, "saturation": 0.2, "hue": 0.3, "grey_p": 0.5, "blur_p": (0.0, 0.0), "blur_sigma": (0.1, 2.0),
+        "solarise_p": (0.0, 0.0),
+    },
+}  # fmt: skip
+NAN, INF = math.nan, math.inf
+BOUNDS = {  # values at the edges of what is taken, and what is refused next to them
+    "epochs": ((0.01, 1e6), (0, -1, NAN, INF)), "batch_size": ((2,), (1, 0)), "checkpoint_every": ((1,), (0,)),
+    "keep_last": ((1,), (0,)), "log_every": ((1,), (0,)), "keep_every": ((0, 1), (-1,)), "max_steps": ((1, None), (0,)),
+    "max_bad": ((0, 1), (-0.01, 1.01)), "seed": ((-(2**63), 2**63 - 1), (-(2**63) - 1, 2**63)),
+    "lr": ((0, 1), (-1e-9, NAN, INF)), "weight_decay": ((0, 1), (-1e-9, NAN, INF)), "threads": ((0, 1024), (-1, 1025)),
+    "warmup_epochs": ((0, 1e3), (-0.1, INF, NAN)), "betas": (((0, 0), (0.999, 0.999)), ((-0.1, 0.9), (0.9, 1))),
+    "image_size": ((1,), (0,)), "groups": ((1,), (0,)), "head_hidden": ((1,), (0,)), "head_out": ((1,), (0,)),
+    "projector_layers": ((1,), (0,)), "predictor_layers": ((1,), (0,)), "temperature": ((1e-9,), (0, INF, NAN)),
+    "clip_alpha": ((1e-9,), (0, INF)), "knn_images": ((0,), (-1,)), "patch_size": ((0,), (-1,)), "depth": ((0,), (-1,)),
+    "power": ((0, INF), (-0.1, NAN)), "knn_every": ((0, 0.5), (-0.1,)), "keep_ratio": ((1e-3, 1), (0, 1.001)),
+    "clip_momentum": ((0, 0.999), (-0.1, 1)), "ema": ((None, 0, 1), (-0.1, 1.1)),
+    "std": (((1e-9, 1, 1),), ((0, 1, 1), (1, 1, INF))), "mean": (((0, -1, 5),), ((NAN, 0, 0), (0, INF, 0))),
+}  # fmt: skip
+
+
+def test_defaults_are_those_of_the_demo():
+    assert dataclasses.asdict(RECIPES["toy"]) == TOY
+    shared = {"data": None, "log_every": 20, "knn_images": 0, "augmentation": dataclasses.asdict(Augmentation())}
+    assert dataclasses.asdict(Config()) == TOY | shared
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_options_are_taken_up_to_their_bounds(name):
+    taken, refused = BOUNDS[name]
+    for to in taken:
+        assert getattr(dataclasses.replace(RECIPES["toy"], **{name: to}), name) == to
+    for to in refused:
+        with pytest.raises(ValueError, match=rf"^--{name.replace('_', '-')} \S+.*: expected "):
+            dataclasses.replace(RECIPES["toy"], **{name: to})
+
+
+def test_options_that_exclude_or_need_each_other():
+    for options in ({"fsdp": True}, {"compress_gradients": True}, {"data": Path("a"), "eval_data": Path("b")}):
+        Config(**options)
+    for options, said in (
+        ({"fsdp": True, "compress_gradients": True}, "not with"),
+        ({"eval_data": Path("b")}, "--data"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            Config(**options)
+    assert Config(output=Path("~/run")).output == Path.home() / "run"
