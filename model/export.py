@@ -38,10 +38,16 @@ def export_encoder(
 def write_weights(module: nn.Module, path: Path, description: dict[str, Any]) -> Path:
     """Writes the state dict of a module as safetensors, whole or not at all, and its description as JSON beside it."""
     state = {key: tensor.detach().cpu().contiguous() for key, tensor in module.state_dict().items()}
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(save(state, metadata={"format": "pt"}))  # save_file() would make it readable to its owner alone
-    partial.replace(path)
-    path.with_suffix(".json").write_text(json.dumps(description, indent=2) + "\n")
+    weights = save(state, metadata={"format": "pt"})  # save_file() would make it readable to its owner alone
+    about = json.dumps(description, indent=2) + "\n"
+    for file, data in ((path, weights), (path.with_suffix(".json"), about.encode())):
+        partial = file.with_name(file.name + ".partial")
+        try:
+            partial.write_bytes(data)
+            partial.replace(file)
+        except OSError:
+            partial.unlink(missing_ok=True)  # of a full disk
+            raise
     return path
 
 

@@ -30,6 +30,9 @@ def open_data(
         training, evaluation = config.data, config.eval_data
         if training is None:
             training, evaluation = make_toy(TOY)
+        for option, folder in (("--data", training), ("--eval-data", evaluation)):
+            if folder is not None and folder.is_dir() and folder.resolve() == config.output.resolve():
+                raise ValueError(f"--output {config.output} is the folder of {option}; expected one of its own")
         cache = config.output / "index"
         index, bad = Index.scan(training, cache=cache / "train.npz"), {}
         going_on = config.resume == "changed" and (config.output / "config.json").exists()

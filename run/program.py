@@ -26,6 +26,9 @@ def parse(program: str, recipes: dict[str, Options], arguments: list[str]) -> Op
     """The config of a command line: the recipe that it names ("toy" if none), and what it says beside that."""
     import tyro
 
+    for before, word in zip([program, *arguments], arguments, strict=False):
+        if not word or (word.startswith("--") and word.endswith("=")):  # of a variable that is not set: Path("") is "."
+            raise ValueError(f"{word or before}: nothing stands behind it; expected a value")
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--recipe", default="toy")
     recipe = first.parse_known_args(arguments)[0].recipe

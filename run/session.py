@@ -110,7 +110,10 @@ def open_output(config: RunConfig, index: Data, ranks: Ranks) -> Opened:
         return checkpoint.newest(config.output / "checkpoints")
 
     newest, damaged = ranks.on_first(open_it)
-    return Opened(checkpoint.load(newest) if newest else None, damaged)
+    state = checkpoint.load(newest) if newest else None
+    if state is not None and (other := _other_run(describe(config, index), json.loads(state["run"]), config)):
+        raise ValueError(f"{newest} is of another run ({other}), copied there; expected its removal")
+    return Opened(state, damaged)
 
 
 def _is_there(path: Path) -> bool:
@@ -173,6 +176,23 @@ def describe(config: RunConfig, index: Data) -> dict[str, Any]:
     }
 
 
+def _changed(now: dict[str, Any], there: dict[str, Any], config: RunConfig) -> str:
+    """The options that are not the same and may not differ, with both values."""
+    return "; ".join(
+        f"{name} {there.get(name)} there and {value} now"
+        for name, value in now.items()
+        if name not in config.FREE_ON_RESUME and there.get(name) != value
+    )
+
+
+def _other_run(now: dict[str, Any], there: dict[str, Any], config: RunConfig) -> str:
+    """In what a checkpoint's run is another one than that which is described as it is ``now``; "" if in nothing."""
+    if there.get("program", config.PROGRAM) != config.PROGRAM:
+        return f"of {there['program']}"
+    changed = _changed(now["config"], there["config"], config)
+    return changed or ("other data" if there["data"] != now["data"] else "")
+
+
 def _check_same_run(path: Path, now: dict[str, Any], config: RunConfig, index: Data) -> None:
     output = config.output
     try:
@@ -190,14 +210,7 @@ def _check_same_run(path: Path, now: dict[str, Any], config: RunConfig, index: D
         raise ValueError(
             f"--resume never: {output} holds a run; expected another --output, or --resume auto to continue it"
         )
-    changed = [
-        f"{name} {there.get(name)} there and {value} now"
-        for name, value in now["config"].items()
-        if name not in config.FREE_ON_RESUME and there.get(name) != value
-    ]
-    if changed:
-        raise ValueError(
-            f"{output} holds another run ({'; '.join(changed)}); expected the same options or another --output"
-        )
+    if changed := _changed(now["config"], there, config):
+        raise ValueError(f"{output} holds another run ({changed}); expected the same options or another --output")
     if data != now["data"]:
         raise ValueError(f"{output} holds a run on {index.differing(output / 'index' / KEPT, images)}")

@@ -35,7 +35,7 @@ def load_encoder(
 
     The description is that of ``encoder.json``: ``model``, ``arguments`` (which made the encoder that is returned),
     ``mean`` and ``std`` per channel of pixels in [0, 1], ``training`` (what is known of it). ValueError for anything
-    that is no such source, and for weights that are missing, left over or of another shape, with their names.
+    that is no such source, and for weights that are missing, left over, of another shape or not finite.
     """
     source = Path(source)
     description, state = _read(source, model)
@@ -59,6 +59,12 @@ def load_encoder(
             state.pop(key, None)
     fresh = () if any(key in state for key in HEAD) else HEAD
     _check_fit(f"{source} does not fit {name} {arguments}", vit.state_dict(), state, fresh)
+    broken = [key for key, tensor in state.items() if not tensor.isfinite().all()]
+    if broken:
+        raise ValueError(
+            f"{source} has weights that are not finite, in {len(broken)} of {len(state)} tensors ({broken[0]}); "
+            "expected an encoder whose training did not diverge"
+        )
     vit.load_state_dict(state, strict=False)
     for statistic in ("mean", "std"):
         description.setdefault(statistic, list(vit.pretrained_cfg[statistic]))

@@ -121,3 +121,17 @@ def test_unfinished_runs_are_refused(tmp_path):
         with pytest.raises(ValueError, match=r"encoder.json does not describe an encoder"):
             export_folder(tmp_path, tmp_path / "hub")
     assert not (tmp_path / "hub").exists()
+
+
+def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch):
+    vit = create_encoder("vit_tiny_patch16_224", sincos=True, frozen_patch_embed=False, seed=0, depth=1, img_size=32)
+    write = type(tmp_path).write_bytes
+
+    def full(path, data):
+        write(path, data[:100])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(type(tmp_path), "write_bytes", full)
+    with pytest.raises(OSError, match="No space"):
+        export_encoder(vit, tmp_path, name="x", arguments={}, mean=[0] * 3, std=[1] * 3, training={})
+    assert not list(tmp_path.iterdir())

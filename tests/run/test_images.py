@@ -50,6 +50,11 @@ def test_evaluation_has_classes_of_training_and_with_labels_all_of_them(folder):
         refused("has no labels", config(folder, eval_data=folder / "eval3"), labelled=labelled)
 
 
+def test_the_output_is_no_folder_of_images(folder):
+    for options in ({"output": folder / "data"}, {"output": folder / "x" / "..", "eval_data": folder}):
+        refused("is the folder of --", dataclasses.replace(config(folder), **options))
+
+
 def test_labels_are_asked_for_where_they_are_needed(folder):
     photo(9, 8, 9).save(folder / "data" / "loose.png")
     index, bad, _ = open_data(config(folder), ALONE)

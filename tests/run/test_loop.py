@@ -123,6 +123,8 @@ def test_steps_of_one_group_are_the_batches(tmp_path, capsys):
     assert training.seen == [(0,), (1,), (2,), (3,), (4,), (5,)] and loop.step == loop.total == 6 and not loop.stopped
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "a test; steps 1 to 6" and "loss 1.5000" in said[1] and "step 6/6" in said[3]
+    run(tmp_path, training=training, loader=Loader(6), epochs=1, log_every=2)
+    assert "of a test; all 6 steps are done" in capsys.readouterr().out
     assert said[4].startswith("left out 1 of 41 files") and said[4].endswith("text.jpg: not an image")
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [record["epoch"] for record in records if "top1" in record] == [0.3333, 0.6667]

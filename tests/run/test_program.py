@@ -67,6 +67,9 @@ def test_the_recipe_of_a_command_line_gives_the_defaults(capsys):
         (("--rate", "2", "--recipe=large"), Options("large", 2.0)),
     ):  # fmt: skip
         assert program.parse("a.py", recipes, list(words)) == expected
+    for words in (("--rate", ""), ("--rate=",), ("", "--rate", "2")):  # "$RATE", where it is not set
+        with pytest.raises(ValueError, match=r"^(--rate=?|a\.py): nothing stands behind it"):
+            program.parse("a.py", recipes, list(words))
     for words in (("--rec", "large"), ("--recipe", "none")):
         with pytest.raises(SystemExit):
             program.parse("a.py", recipes, list(words))

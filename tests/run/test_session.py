@@ -17,6 +17,12 @@ def refused(said, config, data=None):
     assert said in str(error.value) and "expected" in str(error.value) and "\n" not in str(error.value)
 
 
+def save(output, step, run):
+    state = {"step": step, "run": json.dumps(run)}
+    checkpoint.save(output / "checkpoints", step, state, last=9, every=0)
+    return state
+
+
 @pytest.mark.parametrize("name", OURS)
 def test_what_a_run_may_have_left_is_not_adopted_without_its_config(tmp_path, name):
     """An empty folder is nothing; what others have put there is none of ours."""
@@ -39,14 +45,22 @@ def test_the_same_run_goes_on_and_no_other(tmp_path):
     assert stored["program"] == "train.py" and stored["config"]["lr"] == 0.25
     assert stored["data"] == {"images": 40, "classes": 2, "fingerprint": "f"}
     assert stored["versions"].keys() == {"python", "torch", "timm", "numpy"}
-    checkpoint.save(tmp_path / "checkpoints", 3, {"step": 3}, last=9, every=0)
-    checkpoint.save(tmp_path / "checkpoints", 4, {"step": 4}, last=9, every=0).write_bytes(b"torn")
+    saved = save(tmp_path, 3, stored)
+    save(tmp_path, 4, stored)
+    (tmp_path / "checkpoints" / "step-00000004.pt").write_bytes(b"torn")
     free = Config(output=tmp_path, lr=0.25, max_steps=7, max_bad=0.5, keep_last=9, threads=3)
     opened = open_output(free, Data(), ALONE)
-    assert (
-        opened.state == {"step": 3} and len(opened.damaged) == 1 and "step-00000004.pt is damaged" in opened.damaged[0]
-    )
+    assert opened.state == saved and len(opened.damaged) == 1 and "step-00000004.pt is damaged" in opened.damaged[0]
     assert json.loads((tmp_path / "config.json").read_text())["config"]["max_steps"] == 7
+
+    (tmp_path / "checkpoints" / "step-00000004.pt").unlink()
+    for change, said in (
+        ({"program": "other.py"}, "of other.py"), ({"config": stored["config"] | {"lr": 1.0}}, "lr 1.0 there and 0.25"),
+        ({"data": stored["data"] | {"fingerprint": "g"}}, "other data"),
+    ):  # fmt: skip
+        save(tmp_path, 5, stored | change)  # copied in from somewhere else
+        refused(f"step-00000005.pt is of another run ({said}", config)
+    (tmp_path / "checkpoints" / "step-00000005.pt").unlink()
 
     before = (tmp_path / "config.json").read_bytes()
     refused("holds another run (lr 0.25 there and 0.5 now)", Config(output=tmp_path, lr=0.5))

@@ -170,3 +170,14 @@ def test_what_is_no_encoder_is_refused(run, tmp_path):
     shutil.rmtree(run / "checkpoints")
     (run / "encoder.safetensors").unlink()
     refused(run, r"run holds no encoder.safetensors, no checkpoint of a run and no model in timm's hub layout")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused(tmp_path, value):
+    """One of them is enough: k-NN would give the accuracy of chance, a probe a traceback."""
+    vit = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=0)
+    with torch.no_grad():
+        vit.blocks[0].mlp.fc1.weight[3, 5] = value
+    torch.save(vit.state_dict(), tmp_path / "a.pth")
+    with pytest.raises(ValueError, match=r"not finite, in 1 of \d+ tensors \(blocks.0.mlp.fc1.weight\); expected"):
+        load_encoder(tmp_path / "a.pth", model="vit_tiny_patch16_224", depth=1)
