@@ -2,6 +2,8 @@
 
 import json
 import math
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -117,13 +119,46 @@ def test_a_report_goes_on_where_it_was(tmp_path):
     kept = [{k: v for k, v in line.items() if "second" not in k and k != "data_wait"} for line in records(parts)]
     clocked = [{k: v for k, v in line.items() if "second" not in k and k != "data_wait"} for line in records(whole)]
     assert kept == clocked
-    report(parts, start=10)  # at the end all lines of steps stay, the evaluation is done anew
+    one.record({"step": 9, "top1": 2.0})
     one.record({"step": 10, "top1": 3.0})
-    report(parts, start=10)
-    assert [line["step"] for line in records(parts)] == [4, 8, 10] and "loss" in records(parts)[-1]
+    report(parts, start=10)  # at the end all lines of steps stay, the last evaluation is done anew
+    assert [line.get("top1") for line in records(parts)] == [None, None, None, 2.0]
 
 
 def test_what_is_not_finite_is_recorded_as_nothing(tmp_path):
     one = report(tmp_path)
     one.record({"step": 1, "loss": math.nan, "epoch": 2, "other": -math.inf, "name": "a"})
     assert records(tmp_path) == [{"step": 1, "loss": None, "epoch": 2, "other": None, "name": "a"}]
+
+
+def test_lines_are_said_as_they_are_and_the_bar_counts_epochs(tmp_path, capsys):
+    one = report(tmp_path, start=3)
+    assert one.bar.tasks[0].fields["epoch"] == 0.5 and one.bar.tasks[0].completed == 3
+    step(one, 4)
+    assert one.bar.tasks[0].fields["epoch"] == pytest.approx(4 / 6) and one.bar.tasks[0].completed == 4
+    capsys.readouterr()
+    one.say("[red]1[/red] " + "long " * 40)
+    one.say("")
+    second = Report.__new__(Report)
+    second.ranks, second.bar = Ranks(1, 2, 1, torch.device("cpu")), one.bar
+    second.say("nothing")
+    assert capsys.readouterr().out == "[red]1[/red] " + "long " * 40 + "\n"
+
+
+def test_tensorboard_gets_what_the_file_gets_and_forgets_with_it(tmp_path, monkeypatch):
+    """By a stand-in, for it need not be installed."""
+    calls = []
+
+    class Writer:
+        def __init__(self, folder, purge_step):
+            calls.append((folder, purge_step))
+
+        def add_scalar(self, *what):
+            calls.append(what)
+
+        def flush(self):
+            calls.append("flush")
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    report(tmp_path, start=7).record({"step": 8, "loss": 0.5, "epoch": 2})
+    assert calls == [(str(tmp_path / "tensorboard"), 8), ("loss", 0.5, 8), ("epoch", 2, 8), "flush"]

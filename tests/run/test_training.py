@@ -3,8 +3,6 @@
 import copy
 import dataclasses
 import math
-import sys
-import types
 
 import pytest
 import timm
@@ -15,8 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from model import clip_units
 from model.heads import spread
 from pipeline import Batch
-from run.progress import Report
-from run.ranks import Ranks
 from run.recipes import RECIPES, momentum_coefficient
 from run.training import Training, encoder_arguments
 
@@ -309,30 +305,6 @@ def test_gradients_of_ranks_that_compile_compute_again_or_compress(tmp_path):
         """,
         tmp_path,
     )
-
-
-def test_tensorboard_gets_every_record_where_it_is_installed(tmp_path, monkeypatch):
-    written = []
-
-    class Writer:
-        def __init__(self, folder, purge_step):
-            written.append((folder, purge_step))
-
-        def add_scalar(self, name, value, step):
-            written.append((name, value, step))
-
-        def flush(self):
-            pass
-
-    module = types.ModuleType("torch.utils.tensorboard")
-    module.SummaryWriter = Writer
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    report = Report(
-        tmp_path, Ranks(0, 1, 1, CPU), figures=("loss",), rates={}, every=1, start=3, total=9, steps_per_epoch=2
-    )
-    report.step(4, [torch.tensor(2.0)], torch.tensor(True), 0.5)
-    assert written[0] == (str(tmp_path / "tensorboard"), 4)
-    assert {("loss", 2.0, 4), ("epoch", 2.0, 4), ("learning_rate", 0.5, 4)} <= set(written)
 
 
 def test_spread_is_one_of_directions_and_zero_of_a_point():
