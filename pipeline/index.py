@@ -48,8 +48,10 @@ class Index:
         return path if path.startswith("s3://") else os.path.join(self.root, path)
 
     def left_out(self, bad: dict[int, str]) -> dict[str, str]:
-        """{file: reason} of all that is not used where the samples ``bad``, {sample: reason}, cannot be."""
+        """{file: reason} of all that an evaluation by classes leaves out where the samples ``bad``, {sample: reason},
+        cannot be used."""
         named = {f"{self.root}/{path}": reason for path, reason in self.rejected.items()}
+        named |= {self.file(i): "has no class" for i in np.flatnonzero(self.labels < 0)}
         return named | {self.file(i): reason for i, reason in bad.items()}
 
     def labels_among(self, classes: Sequence[str]) -> np.ndarray:

@@ -145,8 +145,9 @@ def _walk(root):
 class TextList:
     """One image a line, in the order of the lines: a path relative to the folder of the list, or absolute.
 
-    A label may follow: the text after the last tab or, in a line without one, after the last space. Blank lines and
-    those that start with # are passed over. An ``s3://`` URI is left to DALI's own reader; as nothing here can read its
+    A label may follow: the text after the last tab or, in a line without one, after the last space, unless only with
+    that text the line is named as an image (``my photo.jpg``). Blank lines are passed over, and those that start with #
+    unless a file is called so. An ``s3://`` URI is left to DALI's own reader; as nothing here can read its
     header, its line is uri<TAB>label<TAB>height<TAB>width. Tested with a stand-in on this machine, not with a bucket.
     """
 
@@ -158,11 +159,15 @@ class TextList:
         lines = enumerate(text.split("\n"), 1)
         self.state = []  # of [path, label, bytes, mtime in ns] or, as read, [path, label, result, None]
         for number, line in lines:
-            if line.strip() and not line.lstrip().startswith("#"):
-                try:
-                    self.state.append(self._parse(line.rstrip("\r")))
-                except ValueError as error:
-                    raise ValueError(f"{path} line {number}: {error}") from None
+            comment = line.lstrip().startswith("#")
+            try:
+                parsed = self._parse(line.rstrip("\r")) if line.strip() else None
+            except ValueError as error:
+                if comment:
+                    continue
+                raise ValueError(f"{path} line {number}: {error}") from None
+            if parsed and not (comment and parsed[3] is None):
+                self.state.append(parsed)
 
     def _parse(self, line):
         if "\0" in line:
@@ -181,7 +186,9 @@ class TextList:
                 raise ValueError(size)
             return [path, columns[0] or None, size, None]
         path, _, label = line.rpartition("\t") if columns else line.strip().rpartition(" ")
-        path, label = (path.strip(), label.strip()) if path or columns else (label, "")
+        if not columns and named_as_image(label) and not named_as_image(path.strip()):
+            path, label = line, ""
+        path, label = path.strip(), label.strip()
         if not path:
             raise ValueError(f"no path before the label {printable(label)!r}; expected path<TAB>label")
         if path.lower().endswith(".tar"):

@@ -181,3 +181,15 @@ def test_errors_are_one_clear_line(tmp_path):
 def test_names_on_the_screen_are_harmless():
     assert index_module.printable("a b/\u00e9.jpg") == "a b/\u00e9.jpg"
     assert index_module.printable("a\nb\x1b[2J\udcff") == r"a\nb\x1b[2J\udcff"
+
+
+def test_what_an_evaluation_leaves_out_is_named(tmp_path):
+    """Rejected files, those found bad, and those without a class."""
+    for name in ("a/0.png", "b/1.png", "loose.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        Image.new("RGB", (4, 4)).save(tmp_path / name)
+    (tmp_path / "a" / "text.jpg").write_text("none")
+    index = Index.scan(tmp_path)
+    reasons = {"a/text.jpg": "not an image", "loose.png": "has no class", "b/1.png": "why"}
+    assert index.left_out({index.paths.index("b/1.png"): "why"}) == {f"{tmp_path}/{k}": v for k, v in reasons.items()}
+    assert index.labels_among(("z", "b", "a")).tolist() == [2, 1]

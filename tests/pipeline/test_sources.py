@@ -54,7 +54,7 @@ def labelled(index):
 
 
 def test_a_list_names_images_and_labels(tmp_path):
-    for name in ("b.jpg", "my photo.jpg", "sub/a.jpg", "no suffix"):
+    for name in ("b.jpg", "my photo.jpg", "sub/a.jpg", "no suffix", "#1.jpg", "your photo.jpg", "x y.png"):
         path = tmp_path / "data" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(jpeg(height=30))
@@ -62,17 +62,19 @@ def test_a_list_names_images_and_labels(tmp_path):
     elsewhere = tmp_path / "elsewhere.jpg"
     elsewhere.write_bytes(jpeg())
     lines = [
-        "# a comment", "", "b.jpg 10", "sub/a.jpg 9\r", "my photo.jpg\tbig cat", "no suffix\t", f"{elsewhere} -1",
+        "# a comment", "# of old.jpg", "#gone.jpg 9", "#a.tar", "",
+        "b.jpg 10", "sub/a.jpg 9\r", "my photo.jpg\tbig cat", "no suffix\t", f"{elsewhere} -1",
         "../elsewhere.jpg big", "gone.jpg\tonly bad", "text.dat\t10", "sub\t9", "é.jpg",
+        "#1.jpg 9", "your photo.jpg", "x y.png 9",
     ]  # fmt: skip
     (tmp_path / "data/train.txt").write_text("\ufeff" + "\n".join(lines))
     index = Index.scan(tmp_path / "data/train.txt", tmp_path / "cache.npz")
     assert index.classes == ("-1", "9", "10", "big", "big cat", "only bad")
     assert labelled(index) == {
         "b.jpg": "10", "sub/a.jpg": "9", "my photo.jpg": "big cat", "no suffix": None, str(elsewhere): "-1",
-        "../elsewhere.jpg": "big",
+        "../elsewhere.jpg": "big", "#1.jpg": "9", "your photo.jpg": None, "x y.png": "9",
     }  # fmt: skip
-    assert index.sizes.tolist() == [[30, 50]] * 4 + [[40, 50]] * 2
+    assert index.sizes.tolist() == [[30, 50]] * 4 + [[40, 50]] * 2 + [[30, 50]] * 3
     assert index.rejected == {
         "gone.jpg": "No such file or directory",
         "sub": "not a regular file",

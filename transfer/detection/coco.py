@@ -28,8 +28,8 @@ class CocoData:
 
     ``categories``: {id: name}, in the order of the ids; the label of a category is its place in it, from 1. ``images``:
     (id, file, height, width) in the order of the file. ``unusable``: objects that cannot be trained on, because their
-    box or all of their polygons have no area; the evaluation has them as they are. ``usable``: those that can, crowds
-    not among them.
+    box or all of their polygons have no area, or none within the image; the evaluation has them as they are.
+    ``usable``: those that can, crowds not among them.
     """
 
     rejected: Mapping[str, str] = MappingProxyType({})
@@ -65,8 +65,9 @@ class CocoData:
             height, width = self.images[position[image]][2:]
             one = _object(annotation, height, width, what)
             per_image[position[image]].append(one)
-            self.unusable += not _usable(one)
-            self.usable += _usable(one) and not one["iscrowd"]
+            usable = _usable(one, height, width)
+            self.unusable += not usable
+            self.usable += usable and not one["iscrowd"]
         # One block of bytes, because workers share it: of Python objects each would soon have a copy of its own.
         packed = [json.dumps(objects).encode() for objects in per_image]
         self._ends = np.cumsum([len(part) for part in packed])
@@ -125,7 +126,7 @@ class CocoData:
         from pycocotools import mask as rle
 
         _, _, height, width = self.images[position]
-        objects = [one for one in self.objects(position) if not one["iscrowd"] and _usable(one)]
+        objects = [one for one in self.objects(position) if not one["iscrowd"] and _usable(one, height, width)]
         labels = torch.tensor([self.labels[one["category_id"]] for one in objects], dtype=torch.int64)
         if not objects:
             return labels, torch.zeros(0, height, width, dtype=torch.uint8)
@@ -259,8 +260,18 @@ def _wrong(found: list[int] | str, height: int, width: int) -> str:
     return f"is {found[1]} pixels wide and {found[0]} high, not {width} and {height} as annotated"
 
 
-def _usable(one: dict[str, Any]) -> bool:
-    return min(one["bbox"][2:]) > 0 and bool(one["segmentation"])
+def _usable(one: dict[str, Any], height: int, width: int) -> bool:
+    """Whether there is an area, and something of it, by its box and by its polygons, within the image."""
+    x, y, w, h = one["bbox"]
+    shape = one["segmentation"]
+
+    def within(left, right, top, bottom):
+        return left < width and right > 0 and top < height and bottom > 0
+
+    if min(w, h) <= 0 or not shape or not within(x, x + w, y, y + h):
+        return False
+    polygons = shape if isinstance(shape, list) else []  # run lengths are of the image
+    return not polygons or any(within(min(p[::2]), max(p[::2]), min(p[1::2]), max(p[1::2])) for p in polygons)
 
 
 def _runs(shape: list | dict, height: int, width: int) -> dict:

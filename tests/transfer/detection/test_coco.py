@@ -68,6 +68,18 @@ def test_masks_of_all_forms_are_the_same(stored):
     assert data.unusable == 2
 
 
+@pytest.mark.parametrize("dy", (-31, -30, -29, 0, HEIGHT - 11, HEIGHT - 10, HEIGHT))
+@pytest.mark.parametrize("dx", (-51, -50, -49, 0, WIDTH - 21, WIDTH - 20, WIDTH))
+def test_objects_outside_their_image_are_not_usable(stored, dx, dy):
+    """The box and the polygon of columns 20 to 50 and rows 10 to 30, moved: of either, something has to be in it."""
+    inside = -50 < dx < WIDTH - 20 and -30 < dy < HEIGHT - 10
+    moved = [[v + (dy if i % 2 else dx) for i, v in enumerate(POLYGON[0])]]
+    for box, shape in (((20 + dx, 10 + dy), moved), ((20 + dx, 10 + dy), POLYGON), ((20, 10), moved)):
+        data = stored(GOOD | {"annotations": [annotation(0, 5, shape, bbox=[*box, 30, 20])]})
+        assert (data.usable, data.unusable) == (inside, not inside)
+        assert len(data.masks(0)[0]) == inside
+
+
 def test_what_is_there_found_where_it_is_gives_100_percent(stored):
     """Also the object whose annotation has id 0, which pycocotools would not count, and beside a crowd."""
     whole = copy.deepcopy(GOOD)
