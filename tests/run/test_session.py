@@ -106,5 +106,7 @@ def test_shares_of_bad_files_and_how_they_are_named(tmp_path):
     assert summarise_rejected(data, {}, tmp_path).startswith("left out 1 of 1,000 files")
     data.rejected = {}
     assert summarise_rejected(data, {}, tmp_path) == ""
-    assert named([("a\n", "b")] * 10).count("; ") == 9 and named([("a\n", "b")] * 12).endswith("a\\n: b; and 2 more")
+    for count, more in ((10, ""), (11, "and 1 more"), (1210, "and 1,200 more")):
+        said = named([("a\n", "b")] * count)
+        assert said.count("a\\n: b") == 10 and said.endswith(more or "b") and said.count("; ") == 9 + bool(more)
     assert describe(RunConfig(), data)["data"]["images"] == 999
