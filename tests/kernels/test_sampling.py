@@ -9,6 +9,7 @@ import kernels
 from kernels import reference
 from kernels.philox import Purpose, philox, split64, stream_key
 from pipeline import stream
+from tests.kernels import keys
 from tests.kernels.interpreter import interpret
 
 # Pairs of crops (y, x, h, w): the same, nested, touching, apart, partly overlapping, enormous, one pixel.
@@ -34,6 +35,8 @@ CASES = {
     "1 of 1x40": ((1, 40), 1, 1, 1.0, 3, 4),
     "one patch": ((1, 1), 1, 1, 1.0, 3, 4),
 }
+# Enough for sizes and order, as the keys are tested by themselves; the interpreter takes 0.1 s a program of 14x14.
+INTERPRETED = "all of 3x5", "5x3, one left over", "uniform", "1 of 1x40", "one patch"
 BAD_SEED = 2**63
 
 
@@ -63,16 +66,18 @@ def draw(pair, count, **kwargs):
 
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory):
-    calls = {name: ("sample_views", *arguments(case)) for name, case in CASES.items()}
+    calls = {name: ("sample_views", *arguments(CASES[name])) for name in INTERPRETED}
     # A GPU sorts where the interpreter compares all pairs; here the interpreter does it too, once.
     (boxes, flips, sample), k = arguments(CASES["all of 3x5"])
     number = {name: torch.tensor([k[name]]) for name in ("seed", "epoch")}
     k = k | number
     calls["sorted"] = ("sampling._launch", (boxes[4:5], flips[4:5], sample[4:5]), k | {"sort": True})
+    images, n = list(keys.images_of(PAIRS)), keys.numbers()
+    calls["keys"] = (keys.interpreted, (images, keys.by_reference(images, n)[0], n), {})
     return dict(zip(calls, interpret(list(calls.values()), tmp_path_factory.mktemp("sampling")), strict=True))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", INTERPRETED)
 def test_interpreted_kernel_equals_reference(interpreted, name):
     args, kwargs = arguments(CASES[name])
     for got, want in zip(interpreted[name], reference.sample_views(*args, **kwargs), strict=True):
@@ -83,6 +88,13 @@ def test_sorting_kernel_equals_reference(interpreted):
     args, kwargs = arguments(CASES["all of 3x5"])
     for got, want in zip(interpreted["sorted"], reference.sample_views(*args, **kwargs), strict=True):
         torch.testing.assert_close(got, want[4:5], rtol=0, atol=0)
+
+
+def test_keys_and_logarithms_are_the_same_to_the_last_bit(interpreted):
+    images, n = list(keys.images_of(PAIRS)), keys.numbers()
+    firsts, want = keys.by_reference(images, n)
+    for got in (interpreted["keys"], keys.evaluated(images, firsts, n)):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 @pytest.mark.gpu

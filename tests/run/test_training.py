@@ -13,7 +13,6 @@ from conftest import on_ranks
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import clip_units
-from model.heads import spread
 from pipeline import Batch
 from run.progress import IN_A_ROW, Report, TooManySkipped
 from run.ranks import Ranks
@@ -352,13 +351,6 @@ def test_tensorboard_gets_every_record_where_it_is_installed(tmp_path, monkeypat
     report.step(4, [torch.tensor(2.0)], torch.tensor(True), 0.5)
     assert written[0] == (str(tmp_path / "tensorboard"), 4)
     assert {("loss", 2.0, 4), ("epoch", 2.0, 4), ("learning_rate", 0.5, 4)} <= set(written)
-
-
-def test_spread_is_one_of_directions_and_zero_of_a_point():
-    torch.manual_seed(0)
-    assert spread(torch.randn(4000, 16)).item() == pytest.approx(1, abs=0.01)
-    assert spread(torch.ones(8, 16) * torch.rand(8, 1)).item() == pytest.approx(0, abs=1e-3)
-    assert spread(torch.randn(4000, 16) + 10) < 0.2
 
 
 @pytest.mark.parametrize("ema", [None, 0.9])
