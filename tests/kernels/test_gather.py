@@ -10,6 +10,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # patch, rows, columns, keep; the last two numbers: images cut off in front (the address is then odd), and dtype.
 # None images: the crops are not contiguous.
 SIZES = {
+    "P1": (1, 3, 2, 4, 0, torch.float32),
     "P2": (2, 5, 3, 4, 0, torch.float32),
     "P4": (4, 3, 2, 6, 0, torch.float32),
     "P14": (14, 2, 3, 5, 0, torch.float16),

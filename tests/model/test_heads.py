@@ -35,38 +35,6 @@ def test_batch_norm_sees_each_view_alone():
     assert not torch.allclose(changed[1], queries[1])
 
 
-def test_batch_norm_over_ranks_is_that_of_the_whole_batch(tmp_path):
-    """Outputs and all gradients of two ranks with half the batch each are those of one process with all of it."""
-    torch.manual_seed(0)
-    x = (torch.randn(10, 6) * torch.linspace(0.3, 3, 6) + 1).requires_grad_()
-    norm = BatchNorm(6)
-    torch.nn.init.normal_(norm.weight)
-    weights = torch.randn(10, 6)
-    out = norm(x)
-    (out * weights).sum().backward()
-    torch.save({"x": x.detach(), "norm": norm.state_dict(), "weights": weights}, tmp_path / "in.pt")
-    on_ranks(
-        2,
-        """
-        from model.heads import BatchNorm
-        given = torch.load(folder / "in.pt")
-        half = slice(5 * rank, 5 * rank + 5)
-        x = given["x"][half].requires_grad_()
-        norm = BatchNorm(6)
-        norm.load_state_dict(given["norm"])
-        out = norm(x)
-        (out * given["weights"][half]).sum().backward()
-        torch.save([out.detach(), x.grad, norm.weight.grad, norm.bias.grad], folder / f"out{rank}.pt")
-        """,
-        tmp_path,
-    )
-    first, second = (torch.load(tmp_path / f"out{rank}.pt") for rank in range(2))
-    torch.testing.assert_close(torch.cat([first[0], second[0]]), out.detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(torch.cat([first[1], second[1]]), x.grad, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(first[2] + second[2], norm.weight.grad, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(first[3] + second[3], norm.bias.grad, rtol=1e-4, atol=1e-5)
-
-
 def test_batch_norm_alone_is_torchs():
     x = torch.randn(9, 4)
     torch.testing.assert_close(BatchNorm(4)(x), F.batch_norm(x, None, None, training=True))
@@ -133,3 +101,35 @@ def test_spread_is_the_standard_deviation_of_directions():
     assert spread(features.bfloat16()).dtype == torch.float32
     torch.testing.assert_close(spread(torch.ones(8, 16) * torch.rand(8, 1)), torch.tensor(0.0), rtol=0, atol=1e-6)
     assert 0.99 < spread(torch.randn(4000, 16)) <= 1
+
+
+def test_batch_norm_over_ranks_is_that_of_the_whole_batch(tmp_path):
+    """Outputs and all gradients of two ranks with half the batch each are those of one process with all of it."""
+    torch.manual_seed(0)
+    x = (torch.randn(10, 6) * torch.linspace(0.3, 3, 6) + 1).requires_grad_()
+    norm = BatchNorm(6)
+    torch.nn.init.normal_(norm.weight)
+    weights = torch.randn(10, 6)
+    out = norm(x)
+    (out * weights).sum().backward()
+    torch.save({"x": x.detach(), "norm": norm.state_dict(), "weights": weights}, tmp_path / "in.pt")
+    on_ranks(
+        2,
+        """
+        from model.heads import BatchNorm
+        given = torch.load(folder / "in.pt")
+        half = slice(5 * rank, 5 * rank + 5)
+        x = given["x"][half].requires_grad_()
+        norm = BatchNorm(6)
+        norm.load_state_dict(given["norm"])
+        out = norm(x)
+        (out * given["weights"][half]).sum().backward()
+        torch.save([out.detach(), x.grad, norm.weight.grad, norm.bias.grad], folder / f"out{rank}.pt")
+        """,
+        tmp_path,
+    )
+    first, second = (torch.load(tmp_path / f"out{rank}.pt") for rank in range(2))
+    torch.testing.assert_close(torch.cat([first[0], second[0]]), out.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.cat([first[1], second[1]]), x.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(first[2] + second[2], norm.weight.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(first[3] + second[3], norm.bias.grad, rtol=1e-4, atol=1e-5)
