@@ -115,6 +115,7 @@ def test_what_was_not_measured_is_said(tmp_path):
     assert config["pretrained_cfg"].items() >= fixed.items()
     card = (tmp_path / "deep" / "hub" / "README.md").read_text()
     assert "features | 192 an image: the class token |" in card
+    assert "```\nnot known\n```" in card  # its options, without a config.json
     assert "Nothing: the run had no labelled images" in card and "Not measured: k-NN accuracy, linear probe" in card
 
 
