@@ -57,7 +57,7 @@ class AdaptiveClip:
         previous = self.flat.norms(self.average) if self.vector else self.average
         scale = torch.where(self.started & (norms > self.alpha * previous), previous / norms, 1.0)
         weight = torch.where(self.started, 1 - self.momentum, 1.0) * finite
-        self.average.lerp_(gradient if self.vector else norms.nan_to_num(0, 0), weight)
+        self.average.lerp_(gradient if self.vector else norms.nan_to_num(), weight)
         self.started |= finite
         for unit, factor in zip(self.flat.units, scale.unbind(), strict=True):
             gradient[unit] *= factor

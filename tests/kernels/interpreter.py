@@ -28,12 +28,15 @@ torch.save([tuple(map(torch.clone, r)) if isinstance(r, tuple) else r.clone() fo
 """
 
 
-def call(module, name, args, kwargs):
-    return reduce(getattr, name.split("."), module)(*args, **kwargs)
+def call(module, what, args, kwargs):
+    return (what if callable(what) else reduce(getattr, what.split("."), module))(*args, **kwargs)
 
 
 def interpret(calls, folder):
-    """Results of ``calls``, (name in ``kernels``, args, kwargs) each; outputs and 64 elements beyond are poisoned."""
+    """Results of ``calls``, (function or its name in ``kernels``, args, kwargs) each.
+
+    Outputs, and 64 elements beyond them, are poisoned.
+    """
     paths = [str(folder / name) for name in ("calls.pt", "results.pt")]
     torch.save(calls, paths[0])
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

@@ -10,6 +10,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # patch, rows, columns, keep; the last two numbers: images cut off in front (the address is then odd), and dtype.
 # None images: the crops are not contiguous.
 SIZES = {
+    "P1": (1, 3, 2, 4, 0, torch.float32),
     "P2": (2, 5, 3, 4, 0, torch.float32),
     "P4": (4, 3, 2, 6, 0, torch.float32),
     "P14": (14, 2, 3, 5, 0, torch.float16),
@@ -21,6 +22,7 @@ SIZES = {
 }
 
 PAIRS = "P7", "P16", "P8 at an odd address"
+PAIR = 2 * (torch.zeros(3, 12, 8, 3, dtype=torch.uint8),)  # of pictures of SIZES["P4"]
 
 
 def arguments(patch, rows, columns, keep, skip, dtype):
@@ -156,10 +158,21 @@ def test_crops_beyond_two_to_the_31_bytes():
         ({"index": torch.zeros(3, 6, dtype=torch.int32, device="meta")}, ValueError, "index.*cpu.*meta"),
         ({"index": torch.full((3, 6), 6, dtype=torch.int32)}, ValueError, "index.*3x2.*6 to 6"),
         ({"crops": ()}, ValueError, "crops.*pair.*0"),
-        ({"crops": 2 * (torch.zeros(3, 12, 8, 3, dtype=torch.uint8),)}, ValueError, r"index.*\[2, 3, any\].*\[3, 6\]"),
+        ({"crops": PAIR}, ValueError, r"index.*\[2, 3, any\].*\[3, 6\]"),
+        ({"crops": PAIR, "index": torch.zeros(2, 2, 6).int()}, ValueError, r"index.*\[2, 3, any\].*\[2, 2, 6\]"),
+        ({"crops": (PAIR[0], PAIR[1][:, :8])}, ValueError, r"crops\[1\].*\[3, 12, 8, 3\].*\[3, 8, 8, 3\]"),
+        ({"crops": (PAIR[0], PAIR[1].int())}, TypeError, r"crops\[1\].*uint8.*int32"),
+        ({"crops": (PAIR[0], PAIR[1].to("meta"))}, ValueError, r"crops\[1\].*cpu.*meta"),
+        ({"crops": (*PAIR, PAIR[0])}, ValueError, "crops.*pair.*3"),
+        ({"crops": PAIR, "index": torch.zeros(2, 3, 6, device="meta").int()}, ValueError, "index.*cpu.*meta"),
+        ({"index": torch.tensor([[-1] * 6] * 3).int()}, ValueError, "index.*3x2.*-1 to -1"),
+        ({"patch": 0}, ValueError, "patch.*12x8.*0"),
         ({"patch": 5}, ValueError, "patch.*12x8.*5"),
+        ({"patch": 3}, ValueError, "patch.*12x8.*3"),
+        ({"patch": 8}, ValueError, "patch.*12x8.*8"),
         ({"dtype": torch.float64}, TypeError, "dtype.*float64"),
         ({"mean": (0.5,)}, ValueError, "mean.*three"),
+        ({"std": (0.5,)}, ValueError, "std.*three"),
         ({"std": (0.5, 0.0, 0.5)}, ValueError, "std above 0"),
     ],
 )

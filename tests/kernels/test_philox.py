@@ -35,6 +35,12 @@ def test_negative_and_large_numbers_split_as_two_complement():
         assert words[0] | words[1] << 32 == value % 2**64
 
 
+def test_a_seed_means_the_same_in_every_version():
+    """What a checkpoint or a published seed stands for: the key of each purpose, from words of known place."""
+    for number, name in enumerate(("ORDER", "BOX", "COLOUR", "REPLACEMENT", "PATCHES", "LABELLED")):
+        assert stream_key(2**40 + 3, -5, Purpose[name]) == philox((2**32 - 5, ONES, number, 0), (3, 2**8))[:2]
+
+
 def test_streams_have_keys_of_their_own():
     numbers = -1, 0, 1, 2**32, -(2**63)
     keys = {stream_key(seed, epoch, purpose) for seed in numbers for epoch in numbers for purpose in Purpose}

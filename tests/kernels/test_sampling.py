@@ -1,14 +1,17 @@
+import hashlib
 import itertools
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 import kernels
-from kernels import reference
+from kernels import reference, sampling
 from kernels.philox import Purpose, philox, split64, stream_key
 from pipeline import stream
+from tests.kernels import keys
 from tests.kernels.interpreter import interpret
 
 # Pairs of crops (y, x, h, w): the same, nested, touching, apart, partly overlapping, enormous, one pixel.
@@ -34,6 +37,8 @@ CASES = {
     "1 of 1x40": ((1, 40), 1, 1, 1.0, 3, 4),
     "one patch": ((1, 1), 1, 1, 1.0, 3, 4),
 }
+# Enough for sizes and order, as the keys are tested by themselves; the interpreter takes 0.1 s a program of 14x14.
+INTERPRETED = "all of 3x5", "5x3, one left over", "uniform", "1 of 1x40", "one patch"
 BAD_SEED = 2**63
 
 
@@ -63,16 +68,18 @@ def draw(pair, count, **kwargs):
 
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory):
-    calls = {name: ("sample_views", *arguments(case)) for name, case in CASES.items()}
+    calls = {name: ("sample_views", *arguments(CASES[name])) for name in INTERPRETED}
     # A GPU sorts where the interpreter compares all pairs; here the interpreter does it too, once.
     (boxes, flips, sample), k = arguments(CASES["all of 3x5"])
     number = {name: torch.tensor([k[name]]) for name in ("seed", "epoch")}
     k = k | number
     calls["sorted"] = ("sampling._launch", (boxes[4:5], flips[4:5], sample[4:5]), k | {"sort": True})
+    images, n = list(keys.images_of(PAIRS)), keys.numbers()
+    calls["keys"] = (keys.interpreted, (images, keys.by_reference(images, n)[0], n), {})
     return dict(zip(calls, interpret(list(calls.values()), tmp_path_factory.mktemp("sampling")), strict=True))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", INTERPRETED)
 def test_interpreted_kernel_equals_reference(interpreted, name):
     args, kwargs = arguments(CASES[name])
     for got, want in zip(interpreted[name], reference.sample_views(*args, **kwargs), strict=True):
@@ -83,6 +90,15 @@ def test_sorting_kernel_equals_reference(interpreted):
     args, kwargs = arguments(CASES["all of 3x5"])
     for got, want in zip(interpreted["sorted"], reference.sample_views(*args, **kwargs), strict=True):
         torch.testing.assert_close(got, want[4:5], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("where", ["compiled", "interpreted"])
+def test_keys_and_logarithms_are_the_same_to_the_last_bit(where, request):
+    images, n = list(keys.images_of(PAIRS)), keys.numbers()
+    firsts, want = keys.by_reference(images, n)
+    compiled = where == "compiled"
+    got = keys.evaluated(images, firsts, n) if compiled else request.getfixturevalue("interpreted")["keys"]
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 @pytest.mark.gpu
@@ -124,6 +140,32 @@ def test_draws_depend_on_nothing_but_their_own_image():
     large = [x.repeat(100, *[1] * (x.dim() - 1)) for x in (boxes, flips, sample)]  # more than one chunk
     for got, want in zip(kernels.sample_views(*large, **kwargs), whole, strict=True):
         assert torch.equal(got, want.repeat(100, 1, 1))
+
+
+def test_keys_are_the_same_on_every_machine_and_in_every_version():
+    """A checkpoint goes on, and a seed repeats a run, only if they are: change this with them, never by accident."""
+    found = keys.by_reference(list(keys.images_of(PAIRS)), keys.numbers())[1]
+    text = b"".join(np.asarray(x, "<i8").tobytes() for x in (reference.log2_table(), *found))
+    assert hashlib.sha256(text).hexdigest()[:16] == "0da8af965a076b38"
+
+
+def test_a_gpu_sorts_and_the_interpreter_compares_pairs_where_it_can():
+    args, kwargs = arguments(CASES["14x14"])
+    kwargs |= dict.fromkeys(("seed", "epoch"), torch.zeros(1).long())
+    for grid, how, sorts in (
+        ((14, 14), {}, True),
+        ((32, 32), {"sort": False}, False),
+        ((5, 205), {"sort": False}, True),
+    ):
+        with mock.patch.object(sampling, "_sample_kernel") as kernel:
+            sampling._launch(*args, **kwargs | {"grid": grid} | how)
+        assert kernel.__getitem__.return_value.call_args.kwargs["SORT"] == sorts
+
+
+def test_of_the_largest_grid_every_patch_is_drawn_once():
+    args, kwargs = arguments(((32, 64), 2048, 1, 3.0, 0, 0))
+    for view in kernels.sample_views(*args, **kwargs):
+        assert torch.equal(view.sort(2).values, torch.arange(2048).int().expand(8, 1, 2048))
 
 
 def test_seed_and_epoch_as_numbers_or_tensors():
@@ -297,6 +339,8 @@ def test_extreme_words_stay_within_their_bits():
         ({"boxes": torch.zeros(8, 2, 4, dtype=torch.int32)}, ValueError, "boxes.*65535"),
         ({"boxes": torch.full((8, 2, 4), 65536, dtype=torch.int32)}, ValueError, "boxes.*65535"),
         ({"boxes": torch.tensor([-1, 0, 1, 1]).int().expand(8, 2, 4)}, ValueError, "boxes.*65535"),
+        ({"boxes": torch.tensor([1, 1, 0, 1]).int().expand(8, 2, 4)}, ValueError, "boxes.*1 <= h"),
+        ({"boxes": torch.tensor([1, 1, 1, 0]).int().expand(8, 2, 4)}, ValueError, "boxes.*1 <= h"),
         ({"flips": torch.zeros(8, 2, dtype=torch.int32)}, TypeError, "flips.*bool"),
         ({"flips": torch.zeros(7, 2).bool()}, ValueError, r"flips.*\[8, 2\]"),
         ({"flips": torch.zeros(8, 2, device="meta").bool()}, ValueError, "flips.*cpu.*meta"),
@@ -308,9 +352,11 @@ def test_extreme_words_stay_within_their_bits():
         ({"groups": 5}, ValueError, "groups \\* keep <= 196.*14x14.*groups 5"),
         ({"keep": 0}, ValueError, "keep.*at least 1"),
         ({"keep": 0.25}, TypeError, "keep.*integers"),
+        ({"groups": 2.0}, TypeError, "groups.*integers"),
         ({"power": -1.0}, ValueError, "power.*0 or more.*-1"),
         ({"power": math.nan}, ValueError, "power.*nan"),
         ({"seed": BAD_SEED}, ValueError, "seed.*64-bit"),
+        ({"epoch": -BAD_SEED - 1}, ValueError, "epoch.*64-bit"),
         ({"epoch": 1.5}, TypeError, "epoch.*int64"),
         ({"epoch": torch.zeros(1, dtype=torch.int64, device="meta")}, ValueError, "epoch.*cpu.*meta"),
         ({"epoch": torch.zeros(2, dtype=torch.int64)}, ValueError, "epoch"),

@@ -72,8 +72,8 @@ def test_half_precision_is_as_close_as_torch(size, dtype, device):
     qkv.requires_grad_()
     with torch.autocast(device, torch.bfloat16):  # as in training; nothing of it may reach the inside
         out = kernels.attention(qkv, heads=size[2])
+        ours = out.detach(), torch.autograd.grad(out, qkv, gradient)[0]
     assert out.dtype == dtype and short_attention.suits(qkv, size[2])
-    ours = out.detach(), torch.autograd.grad(out, qkv, gradient)[0]
     for mine, other, exact in zip(ours, theirs, want, strict=True):
         distance, allowed = ((x.double() - exact).norm() / exact.norm() for x in (mine, other))
         assert distance <= 1.5 * allowed + torch.finfo(dtype).eps / 4, (distance, allowed)

@@ -2,6 +2,7 @@
 
 import math
 import re
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ CASES = {
 @pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
 def case(request):
     grid, keep, groups, pairs, patch, dtypes = request.param
-    made = compile_for(90, grid=grid, keep=keep, groups=groups, patch=patch, dtype=dtypes[0])
+    made = islice(compile_for(90, grid=grid, keep=keep, groups=groups, patch=patch, dtype=dtypes[0]), 3)  # no attention
     flips = torch.tensor([[i // 2 % 2, (i + 1) % 2] for i in range(len(pairs))]).bool()
     boxes = torch.tensor(pairs, dtype=torch.int32)
     return {name: kernel.asm["ttir"] for name, kernel in made}, boxes, flips, request.param
@@ -106,7 +107,7 @@ def test_gather(case):
 def test_gather_beyond_two_to_the_31_words(tmp_path):
     """The last of 114,200 images: word 2**31 of the crops and element 2**32 of the output lie before it."""
     grid, keep, patch, images = (14, 14), 49, 16, 114_200
-    made = {name: kernel.asm["ttir"] for name, kernel in compile_for(90)}
+    made = {name: kernel.asm["ttir"] for name, kernel in islice(compile_for(90), 3)}
     shapes = (images, 224, 224, 3), (2, images, keep, 3 * patch**2)
     crops = np.memmap(tmp_path / "crops", np.uint8, "w+", shape=shapes[0])  # sparse files: only touched pages exist
     out = np.memmap(tmp_path / "out", np.int16, "w+", shape=shapes[1])

@@ -41,7 +41,8 @@ def test_clip_is_the_formula(variant):
     torch.manual_seed(0)
     steady, *unit = (torch.nn.Parameter(torch.randn(shape)) for shape in ((2,), (3, 2), (70,)))
     flat = FlatParameters([[steady], unit])
-    gradients = [torch.randn(76) * scale for scale in (1, 1.2, 9, 0.1, 0.1, 30, 1, 1)]
+    scales = torch.cat([torch.tensor([0.01, 9.0]), torch.empty(40).uniform_(0.6, 1.8)]).cumprod(0)
+    gradients = [torch.randn(76) * scale for scale in scales]
     clip = AdaptiveClip(flat, momentum=0.4, alpha=1.05, variant=variant)
     clipped = 0
     for gradient, expected in zip(gradients, restated(gradients, 0.4, 1.05, variant), strict=True):
@@ -52,6 +53,14 @@ def test_clip_is_the_formula(variant):
         torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-7)
         clipped += not torch.allclose(result, gradient)
     assert 0 < clipped < len(gradients)
+
+
+def test_a_gradient_at_the_limit_passes():
+    """Eq. 10 clips what is longer than alpha times the average, in numbers without rounding."""
+    flat = FlatParameters([[torch.nn.Parameter(torch.zeros(2))]])
+    clip = AdaptiveClip(flat, momentum=0.4, alpha=1.25, variant="vector")
+    assert step(flat, clip, [torch.tensor([0.0, 4.0])])[0].tolist() == [0, 4]
+    assert step(flat, clip, [torch.tensor([3.0, -4.0])])[0].tolist() == [3, -4]
 
 
 def test_state_carries_over():

@@ -1,12 +1,14 @@
+import copy
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
+from timm.models.vision_transformer import Attention
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import create_encoder, encode, patch_grid, timm_arguments
-from model.encoder import sincos_position_embedding
+from model.encoder import PackedAttention, pack, sincos_position_embedding
 
 
 def encoder(name="vit_tiny_patch16_224", image_size=32, patch_size=8, depth=2, sincos=True, frozen=False, seed=0):
@@ -33,12 +35,33 @@ def patches_of(images, patch):
 def test_all_patches_in_any_order_give_what_timm_gives(name):
     side = 56 if "patch14" in name else 64
     vit = encoder(name, image_size=side, patch_size=0, sincos=False).eval()
+    vit.reset_classifier(7)  # which encode() leaves aside
     images = torch.randn(2, 3, side, side)
     patch = vit.patch_embed.patch_size[0]
     order = torch.stack([torch.randperm(vit.patch_embed.num_patches) for _ in images])
     patches = patches_of(images, patch).gather(1, order[..., None].expand(-1, -1, 3 * patch * patch))
     expected = vit.forward_head(vit.forward_features(images), pre_logits=True)
     torch.testing.assert_close(encode(vit, patches, order.int()), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_attention_is_packed_where_it_is_plain_and_stays_the_same():
+    torch.manual_seed(0)
+    norm = {"norm_layer": torch.nn.LayerNorm}
+    parts = (
+        {"qk_norm": True} | norm,
+        {"scale_norm": True} | norm,
+        {"gated": True},
+        {"attn_drop": 0.1},
+        {"proj_drop": 0.1},
+    )
+    for more in ({}, *parts):
+        plain = torch.nn.Sequential(Attention(32, 2, **more)).eval()
+        packed = copy.deepcopy(plain)
+        pack(packed)
+        assert type(packed[0]) is (Attention if more else PackedAttention), more
+        x = torch.randn(2, 5, 32)
+        for how in ({}, {"is_causal": True}, {"attn_mask": torch.randn(5, 5)}):
+            torch.testing.assert_close(packed[0](x, **how), plain[0](x, **how))
 
 
 def test_a_feature_depends_on_kept_patches_and_their_places_only():
@@ -52,6 +75,17 @@ def test_a_feature_depends_on_kept_patches_and_their_places_only():
             encode(vit, torch.randn(1, kept, 192), torch.arange(kept)[None])
         flops.append(counter.get_total_flops())
     assert flops[1] > 3.3 * flops[0]
+
+
+def test_activations_are_computed_again_in_training_alone():
+    vit, calls = encoder(depth=1), []
+    vit.blocks[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    for checkpointing, training in ((False, True), (True, False), (True, True)):
+        vit.set_grad_checkpointing(checkpointing)
+        vit.train(training)
+        calls.clear()
+        encode(vit, torch.randn(1, 3, 192), torch.tensor([[0, 1, 2]])).sum().backward()
+        assert len(calls) == (2 if checkpointing and training else 1)
 
 
 def test_sincos_embedding_is_the_formula():

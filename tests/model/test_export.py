@@ -108,12 +108,38 @@ def test_a_run_as_a_hub_folder(undisturbed, tmp_path, capsys):
 def test_what_was_not_measured_is_said(tmp_path):
     exported(tmp_path / "run")
     export_folder(tmp_path / "run", tmp_path / "deep" / "hub")
+    config = json.loads((tmp_path / "deep" / "hub" / "config.json").read_text())
+    assert config.keys() >= {"architecture", "num_features", "global_pool", "training"} and config["num_classes"] == 0
+    assert config["model_args"] == {"img_size": 32, "patch_size": 8, "depth": 2}
+    fixed = {"tag": "aps", "custom_load": False, "num_classes": 0, "fixed_input_size": True}
+    assert config["pretrained_cfg"].items() >= fixed.items()
     card = (tmp_path / "deep" / "hub" / "README.md").read_text()
+    assert "features | 192 an image: the class token |" in card
+    assert "```\nnot known\n```" in card  # its options, without a config.json
     assert "Nothing: the run had no labelled images" in card and "Not measured: k-NN accuracy, linear probe" in card
+
+
+def test_a_folder_is_written_where_there_is_none_and_into_an_empty_one_alone(tmp_path, capsys):
+    exported(tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    export_folder(tmp_path / "run", tmp_path / "empty")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("mine")
+    for name in ("empty", "file", "full"):
+        with pytest.raises(ValueError, match=r"is there already; expected a new or an empty folder"):
+            export_folder(tmp_path / "run", tmp_path / name)
+    assert (tmp_path / "file").read_text() == (tmp_path / "full" / "file").read_text() == "mine"
+    with pytest.raises(SystemExit, match="2"):
+        main([str(tmp_path / "run")])
+    assert "required: --to" in capsys.readouterr().err
 
 
 def test_unfinished_runs_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"holds no encoder.safetensors; expected .* a run that has come to its end"):
+        export_folder(tmp_path, tmp_path / "hub")
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ValueError, match=r"holds a fine-tuned model, .*; expected a run of train.py"):
         export_folder(tmp_path, tmp_path / "hub")
     exported(tmp_path)
     for broken in ("{", "[]", '{"model": "vit_tiny_patch16_224"}'):

@@ -3,7 +3,7 @@ import torch.nn.functional as F
 from conftest import on_ranks
 
 from model import QueryNetwork, create_encoder
-from model.heads import BatchNorm, mlp
+from model.heads import BatchNorm, mlp, spread
 
 
 def network(**heads):
@@ -33,38 +33,6 @@ def test_batch_norm_sees_each_view_alone():
     assert queries.shape == projections.shape == (2, 6, 8)
     torch.testing.assert_close(changed[0], queries[0])
     assert not torch.allclose(changed[1], queries[1])
-
-
-def test_batch_norm_over_ranks_is_that_of_the_whole_batch(tmp_path):
-    """Outputs and all gradients of two ranks with half the batch each are those of one process with all of it."""
-    torch.manual_seed(0)
-    x = (torch.randn(10, 6) * 3 + 1).requires_grad_()
-    norm = BatchNorm(6)
-    torch.nn.init.normal_(norm.weight)
-    weights = torch.randn(10, 6)
-    out = norm(x)
-    (out * weights).sum().backward()
-    torch.save({"x": x.detach(), "norm": norm.state_dict(), "weights": weights}, tmp_path / "in.pt")
-    on_ranks(
-        2,
-        """
-        from model.heads import BatchNorm
-        given = torch.load(folder / "in.pt")
-        half = slice(5 * rank, 5 * rank + 5)
-        x = given["x"][half].requires_grad_()
-        norm = BatchNorm(6)
-        norm.load_state_dict(given["norm"])
-        out = norm(x)
-        (out * given["weights"][half]).sum().backward()
-        torch.save([out.detach(), x.grad, norm.weight.grad, norm.bias.grad], folder / f"out{rank}.pt")
-        """,
-        tmp_path,
-    )
-    first, second = (torch.load(tmp_path / f"out{rank}.pt") for rank in range(2))
-    torch.testing.assert_close(torch.cat([first[0], second[0]]), out.detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(torch.cat([first[1], second[1]]), x.grad, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(first[2] + second[2], norm.weight.grad, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(first[3] + second[3], norm.bias.grad, rtol=1e-4, atol=1e-5)
 
 
 def test_batch_norm_alone_is_torchs():
@@ -102,3 +70,66 @@ def test_heads_start_as_torch_starts_linear_layers():
                 torch.testing.assert_close(part.weight.std().item(), bound / 3**0.5, rtol=0.05, atol=0)
             elif isinstance(part, BatchNorm) and part.weight is not None:
                 assert (part.weight == 1).all() and (part.bias == 0).all()
+
+
+def test_heads_follow_from_the_seed_and_disturb_nothing():
+    state = torch.random.get_rng_state()
+    first, again, other = (network(seed=seed).predictor[0].weight for seed in (1, 1, 2))
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+def test_key_network_is_a_frozen_copy_of_encoder_and_projector():
+    net = network()
+    keys = net.key_network()
+    assert not any(parameter.requires_grad for parameter in keys.parameters())
+    before = {name: value.clone() for name, value in keys.state_dict().items()}
+    patches, index = torch.randn(2, 6, 4, 48), torch.randint(16, (2, 6, 4))
+    assert torch.equal(keys(patches, index), net(patches, index)[1])
+    for parameter in net.parameters():
+        parameter.data.zero_()
+    assert all(torch.equal(value, before[name]) for name, value in keys.state_dict().items())
+
+
+def test_spread_is_the_standard_deviation_of_directions():
+    """Of [B, D] in float64, over the images (not B - 1); of bfloat16 too, and 0 where all have one direction."""
+    torch.manual_seed(0)
+    features = torch.randn(3, 5) + 1
+    rows = features.double() / features.double().norm(dim=1, keepdim=True)
+    expected = ((rows - rows.mean(0)) ** 2).mean(0).sqrt().mean() * 5**0.5
+    torch.testing.assert_close(spread(features).double(), expected, rtol=1e-5, atol=0)
+    assert spread(features.bfloat16()).dtype == torch.float32
+    torch.testing.assert_close(spread(torch.ones(8, 16) * torch.rand(8, 1)), torch.tensor(0.0), rtol=0, atol=1e-6)
+    assert 0.99 < spread(torch.randn(4000, 16)) <= 1
+
+
+def test_batch_norm_over_ranks_is_that_of_the_whole_batch(tmp_path):
+    """Outputs and all gradients of two ranks with half the batch each are those of one process with all of it."""
+    torch.manual_seed(0)
+    x = (torch.randn(10, 6) * torch.linspace(0.3, 3, 6) + 1).requires_grad_()
+    norm = BatchNorm(6)
+    torch.nn.init.normal_(norm.weight)
+    weights = torch.randn(10, 6)
+    out = norm(x)
+    (out * weights).sum().backward()
+    torch.save({"x": x.detach(), "norm": norm.state_dict(), "weights": weights}, tmp_path / "in.pt")
+    on_ranks(
+        2,
+        """
+        from model.heads import BatchNorm
+        given = torch.load(folder / "in.pt")
+        half = slice(5 * rank, 5 * rank + 5)
+        x = given["x"][half].requires_grad_()
+        norm = BatchNorm(6)
+        norm.load_state_dict(given["norm"])
+        out = norm(x)
+        (out * given["weights"][half]).sum().backward()
+        torch.save([out.detach(), x.grad, norm.weight.grad, norm.bias.grad], folder / f"out{rank}.pt")
+        """,
+        tmp_path,
+    )
+    first, second = (torch.load(tmp_path / f"out{rank}.pt") for rank in range(2))
+    torch.testing.assert_close(torch.cat([first[0], second[0]]), out.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.cat([first[1], second[1]]), x.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(first[2] + second[2], norm.weight.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(first[3] + second[3], norm.bias.grad, rtol=1e-4, atol=1e-5)

@@ -45,17 +45,17 @@ def test_known_values():
 
 
 def test_ranks_share_their_keys(tmp_path):
-    """The mean over two ranks of loss and gradient is that of one process with both halves of the batch."""
+    """The mean over three ranks of loss and gradient is that of one process with all thirds of the batch."""
     torch.manual_seed(0)
     queries, keys = torch.randn(2, 6, 5, requires_grad=True), torch.randn(2, 6, 5)
     loss, similarity = contrastive_loss(queries, keys, 0.2)
     loss.backward()
     torch.save([queries.detach(), keys], tmp_path / "in.pt")
     on_ranks(
-        2,
+        3,
         """
         from model import contrastive_loss
-        queries, keys = (rows[:, 3 * rank : 3 * rank + 3] for rows in torch.load(folder / "in.pt"))
+        queries, keys = (rows[:, 2 * rank : 2 * rank + 2] for rows in torch.load(folder / "in.pt"))
         queries = queries.clone().requires_grad_()
         loss, similarity = contrastive_loss(queries, keys, 0.2)
         loss.backward()
@@ -63,7 +63,8 @@ def test_ranks_share_their_keys(tmp_path):
         """,
         tmp_path,
     )
-    parts = [torch.load(tmp_path / f"out{rank}.pt") for rank in range(2)]
-    torch.testing.assert_close((parts[0][0] + parts[1][0]) / 2, loss.detach())
-    torch.testing.assert_close((parts[0][1] + parts[1][1]) / 2, similarity)
-    torch.testing.assert_close(torch.cat([parts[0][2], parts[1][2]], 1) / 2, queries.grad)
+    parts = [torch.load(tmp_path / f"out{rank}.pt") for rank in range(3)]
+    losses, similarities, gradients = zip(*parts, strict=True)
+    torch.testing.assert_close(sum(losses) / 3, loss.detach())
+    torch.testing.assert_close(sum(similarities) / 3, similarity)
+    torch.testing.assert_close(torch.cat(gradients, 1) / 3, queries.grad)

@@ -11,7 +11,6 @@ from conftest import on_ranks
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import clip_units
-from model.heads import spread
 from pipeline import Batch
 from run.recipes import RECIPES, momentum_coefficient
 from run.training import Training, encoder_arguments
@@ -305,13 +304,6 @@ def test_gradients_of_ranks_that_compile_compute_again_or_compress(tmp_path):
         """,
         tmp_path,
     )
-
-
-def test_spread_is_one_of_directions_and_zero_of_a_point():
-    torch.manual_seed(0)
-    assert spread(torch.randn(4000, 16)).item() == pytest.approx(1, abs=0.01)
-    assert spread(torch.ones(8, 16) * torch.rand(8, 1)).item() == pytest.approx(0, abs=1e-3)
-    assert spread(torch.randn(4000, 16) + 10) < 0.2
 
 
 @pytest.mark.parametrize("ema", [None, 0.9])
