@@ -194,7 +194,8 @@ def test_folders_of_other_programs_and_other_data_are_refused(undisturbed, photo
 
 
 def test_every_option_is_read_somewhere():
-    code = "".join((ROOT / name).read_text() for name in ("detect.py", "run/detection.py", "run/session.py"))
+    code = "".join(path.read_text() for folder in ("run", "transfer") for path in (ROOT / folder).rglob("*.py"))
+    code += (ROOT / "detect.py").read_text()
     options = {field.name for field in dataclasses.fields(DetectionConfig)}
     places = {f"{split}_{what}" for split in SPLITS for what in ("annotations", "images")}  # by their parts
     assert not {name for name in options - places if not re.search(rf"config\.{name}\b", code)}
