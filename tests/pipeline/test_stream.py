@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchvision.transforms import RandomResizedCrop
 
-from pipeline import Augmentation
+from pipeline import Augmentation, graph
 from pipeline.stream import Draw, epoch_order, replacement
 
 FIELDS = [field.name for field in dataclasses.fields(Draw)]
@@ -122,6 +122,24 @@ def test_replacements_are_in_range_and_differ_with_the_attempt():
     assert chosen != [replacement(5, attempt, 1000, seed=1, epoch=1) for attempt in range(50)]
 
 
+def test_operations_that_never_happen_are_not_built():
+    plain = Augmentation(jitter_p=0, grey_p=0, blur_p=(0, 1), solarise_p=(0, 0.5))
+    assert plain.views() == (graph.Augmented(), graph.Augmented(blur=1, solarise=True))
+    assert Augmentation(jitter_p=0).views()[0].colour and Augmentation(grey_p=0).views()[0].colour
+    factors = dict.fromkeys(("brightness", "contrast", "saturation", "hue"), 0)
+    assert not Augmentation(grey_p=0, **factors).views()[0].colour
+    for name in factors:
+        assert Augmentation(grey_p=0, **(factors | {name: 0.1})).views()[1].colour
+
+
+def test_defaults_are_those_of_the_table():
+    """APS, appendix: data augmentation of pretraining on ImageNet."""
+    assert Augmentation() == Augmentation(
+        area=(0.08, 1.0), aspect=(3 / 4, 4 / 3), flip_p=0.5, jitter_p=0.8, brightness=0.4, contrast=0.4, saturation=0.2,
+        hue=0.1, grey_p=0.2, blur_p=(1.0, 0.1), blur_sigma=(0.1, 2.0), solarise_p=(0.0, 0.2),
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "wrong, message",
     [
@@ -136,8 +154,17 @@ def test_replacements_are_in_range_and_differ_with_the_attempt():
         ({"blur_p": 0.5}, "two numbers"),
         ({"blur_sigma": (0.0, 2.0)}, "blur_sigma"),
         ({"solarise_p": (0.0, -0.2)}, "solarise_p"),
+        ({"aspect": (1.0, math.inf)}, "aspect"),
+        ({"contrast": math.inf}, "contrast"),
+        ({"blur_sigma": (1.0, 100.1)}, "blur_sigma"),
     ],
 )
 def test_augmentation_names_what_is_out_of_range(wrong, message):
     with pytest.raises(ValueError, match=message):
         Augmentation(**wrong)
+
+
+def test_what_lies_at_the_ends_of_the_ranges_is_taken():
+    for ends in (0.0, 1.0):
+        both = {"area": (1.0, 1.0), "aspect": (2.0, 2.0), "blur_sigma": (100.0, 100.0), "blur_p": (ends, ends)}
+        Augmentation(**both, flip_p=ends, jitter_p=ends, grey_p=ends, brightness=9 * ends, hue=0.5 * ends)
