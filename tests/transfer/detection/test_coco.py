@@ -13,7 +13,7 @@ from pipeline import TooManyBadFiles
 from transfer.detection.batches import CocoLoader, EvaluationImages, TrainingImages
 from transfer.detection.coco import MAX_PIXELS, CocoData
 from transfer.detection.precision import as_results, average_precision
-from transfer.detection.scenes import KINDS, make_scenes
+from transfer.detection.scenes import make_scenes
 
 rle = pytest.importorskip("pycocotools.mask")
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of pycocotools
@@ -301,20 +301,3 @@ def test_bad_images_give_the_same_batches_known_or_not(scenes, tmp_path):
             for path in data.paths if share else []:
                 (data.root / path).write_bytes(b"no image")
             list(loader(data, 5, max_bad=share).batches(0, 2))
-
-
-def test_scenes_are_what_their_annotations_say(tmp_path):
-    places = make_scenes(tmp_path / "scenes", train=16, evaluation=8)
-    data = CocoData(*places["train"])
-    assert list(data.categories.values()) == list(KINDS) and data.unusable == 0
-    counts = [len(data.objects(position)) for position in range(16)]
-    assert counts[7] == counts[15] == 0 and sum(counts) > 16
-    for position in range(16):
-        image, (_, masks) = data.read(position).float(), data.masks(position)
-        for mask, one in zip(masks.bool(), data.objects(position), strict=True):
-            assert mask.sum() == one["area"]
-            assert image[:, mask].std() > 2 * image[:, ~masks.bool().any(0)].std()  # a pattern before a soft background
-    places_again = make_scenes(tmp_path / "again", train=16, evaluation=8)
-    assert all(
-        a[0].read_bytes() == b[0].read_bytes() for a, b in zip(places.values(), places_again.values(), strict=True)
-    )
