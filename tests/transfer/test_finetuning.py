@@ -149,6 +149,14 @@ def test_states_of_the_generators_follow_from_the_step():
     assert all(len(set(values)) == len(keys) for values in zip(*several, strict=True))
 
 
+def test_an_encoder_at_another_size(encoder):
+    config = dataclasses.replace(PLAIN, encoder=str(encoder), depth=0, patch_size=0, image_size=48)
+    vit, description = new_model(config, 3)
+    assert vit.patch_embed.img_size == (48, 48) and description["arguments"]["img_size"] == 48
+    own, _ = new_model(dataclasses.replace(config, image_size=0), 3)
+    assert own.patch_embed.img_size == (32, 32)
+
+
 def test_new_models():
     """From scratch: as the pretraining recipe has it where nothing else is said; a classifier that hardly speaks."""
     like = RECIPES["cifar-vit-t"]

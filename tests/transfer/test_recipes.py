@@ -22,6 +22,7 @@ def test_recipes_are_those_of_the_field():
         assert (augmentation.operations, augmentation.magnitude, augmentation.magnitude_std) == (2, 9, 0.5)
         assert augmentation.operation_p == 0.5 and augmentation.area == (0.08, 1.0)
         assert (config.drop_path, config.clip_norm) == (0.1, 0)
+        assert not (config.image_size or config.patch_size or config.depth or config.probe_images)
     assert TUNE_RECIPES["cifar"].position_embedding == "learned"
 
 

@@ -13,6 +13,7 @@ import torch
 from conftest import ROOT
 
 from model import create_encoder, timm_arguments
+from model.encoder import sincos_position_embedding
 from model.export import export_encoder
 from run.ranks import Ranks
 from transfer.detection.scenes import make_scenes
@@ -100,12 +101,20 @@ def test_starts_from_a_pretrained_encoder(tmp_path):
     statistics = {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}
     export_encoder(vit, tmp_path, name=name, arguments=sizes, training={}, **statistics)
     config = dataclasses.replace(SMALL, encoder=str(tmp_path), patch_size=0, depth=0, window=4)
-    detector, _ = new_detector(config, 4)
+    detector, description = new_detector(config, 4)
     assert detector.transform.image_mean == statistics["mean"] and detector.transform.image_std == statistics["std"]
     loaded = detector.backbone.vit.state_dict()
     for key, tensor in vit.state_dict().items():
         assert key == "pos_embed" or torch.equal(tensor, loaded[key]), key
     assert loaded["pos_embed"].shape == (1, 65, 192)
+
+    fresh, known = new_detector(SMALL, 4)
+    expected = sincos_position_embedding((8, 8), 192)
+    assert torch.equal(fresh.backbone.vit.pos_embed[0, 1:], expected) and not fresh.backbone.vit.pos_embed.requires_grad
+    assert fresh.backbone.vit.patch_embed.proj.weight.requires_grad
+    arguments = {"img_size": 64, "num_classes": 0, "patch_size": 8, "depth": 1}
+    assert known["encoder"] == {"model": "vit_tiny_patch16_224", "arguments": arguments}
+    assert "drop_path_rate" not in description["encoder"]["arguments"]
 
 
 def test_learning_rates_by_layer_and_step():
