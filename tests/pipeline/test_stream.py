@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchvision.transforms import RandomResizedCrop
 
+from kernels.philox import Purpose, philox, stream_key
 from pipeline import Augmentation, graph
 from pipeline.stream import Draw, epoch_order, replacement
 
@@ -50,6 +51,32 @@ def test_the_order_is_a_permutation_that_changes_with_the_epoch():
     assert np.array_equal(orders[0], epoch_order(n, seed=1, epoch=0))
     # Nor do samples follow each other at a fixed distance: each of 80,000 distances occurs at most Poisson(1) times.
     assert np.unique(np.diff(orders[0]), return_counts=True)[1].max() < 13
+
+
+def test_the_order_is_that_of_keys_of_64_bits():
+    for n, seed, epoch in ((500, 1, 0), (31, -7, 2**40), (1, 0, 0)):
+        words = [philox((s, 0, 0, 0), stream_key(seed, epoch, Purpose.ORDER)) for s in range(n)]
+        keys = [int(first) << 32 | int(second) for first, second, *_ in words]
+        assert epoch_order(n, seed, epoch).tolist() == sorted(range(n), key=keys.__getitem__)
+
+
+def test_areas_and_aspects_are_those_of_their_ranges():
+    """Uniform and log-uniform, where all fit: means within 5 standard deviations, and the ends are reached."""
+    a, n = Augmentation(area=(0.2, 0.25), aspect=(2.0, 3.0)), 5000
+    h, w = a.draw(sizes(n, 20_000, 20_000), np.arange(n), seed=0, epoch=0).boxes[..., 2:].reshape(-1, 2).astype(float).T
+    for values, low, high in ((h * w / 20_000**2, 0.2, 0.25), (np.log(w / h), math.log(2), math.log(3))):
+        width = high - low
+        assert low - 1e-3 * width <= values.min() < low + 0.01 * width
+        assert high - 0.01 * width < values.max() <= high + 1e-3 * width
+        assert abs(values.mean() - (low + high) / 2) < 5 * width / math.sqrt(12 * len(values))
+
+
+def test_crops_of_very_long_images_are_central():
+    """The largest of an aspect that is allowed, as torchvision's."""
+    for height, width in ((1, 1000), (1000, 1), (3, 4001), (4001, 3)):
+        top, left, h, w = RandomResizedCrop.get_params(torch.empty(1, height, width), [0.5, 0.5], [0.5, 1.5])
+        box = Augmentation(area=(0.5, 0.5), aspect=(0.5, 1.5)).draw(sizes(1, height, width), np.array([3]), 0, 0).boxes
+        assert box.tolist() == [[[top, left, max(h, 1), max(w, 1)]] * 2]
 
 
 @pytest.mark.parametrize("height, width", [(300, 500), (32, 32), (400, 60), (7, 300)])
@@ -118,6 +145,7 @@ def test_probabilities_and_ranges():
 def test_replacements_are_in_range_and_differ_with_the_attempt():
     chosen = [replacement(5, attempt, 1000, seed=1, epoch=0) for attempt in range(50)]
     assert all(isinstance(s, int) and 0 <= s < 1000 for s in chosen) and len(set(chosen)) > 40
+    assert min(chosen) < 100 and max(chosen) >= 900
     assert chosen[7] == replacement(np.int64(5), 7, 1000, seed=1, epoch=0)
     assert chosen != [replacement(5, attempt, 1000, seed=1, epoch=1) for attempt in range(50)]
 
