@@ -2,6 +2,7 @@
 
 import math
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -76,6 +77,14 @@ def test_magnitudes_are_normal_and_end_at_none_and_full():
         assert abs(np.corrcoef(drawn.T)[0, 1]) < 0.04
 
 
+def test_defaults_are_those_of_the_field():
+    """timm's rand-m9-mstd0.5, two operations, each with probability 1/2; crops as everywhere."""
+    assert LabelledAugmentation() == LabelledAugmentation(
+        area=(0.08, 1.0), aspect=(3 / 4, 4 / 3), padding=0, flip_p=0.5, operations=2, operation_p=0.5, magnitude=9.0,
+        magnitude_std=0.5,
+    )  # fmt: skip
+
+
 BOUNDS = {  # option: values that are taken, values that are refused
     "area": (((0.1, 1.0), (1.0, 1.0)), ((0.0, 1.0), (0.5, 0.4), (0.5, 1.1))),
     "aspect": (((0.1, 9.0), (2.0, 2.0)), ((0.0, 1.0), (0.5, 0.4), (0.5, math.inf))),
@@ -115,7 +124,10 @@ def test_rand_augment_does_what_was_drawn(pictures):
     grey; four bits; everything inverted."""
     index, _ = pictures
     a = LabelledAugmentation(padding=1, operations=1, operation_p=1.0, flip_p=0, magnitude=10, magnitude_std=4)
-    found = list(loader(index, a).batches(0, 48))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        found = list(loader(index, a).batches(0, 48))
+    assert not warned
     plain = loader(index, LabelledAugmentation(padding=1, operations=0, flip_p=0)).batches(0, 48)
     seen = set()
     for position, (batch, before) in enumerate(zip(found, plain, strict=True)):

@@ -108,7 +108,7 @@ def test_compressed_masks_of_any_shape(stored):
 
 
 def test_what_lies_at_the_limits_is_taken(stored):
-    whole = broken(of_first(segmentation=[[-WIDTH, 0, 2 * WIDTH, 0, 5, 2 * WIDTH]]))
+    whole = broken(of_first(segmentation=[[-WIDTH, 0, 2 * WIDTH, 0, 5, 2 * WIDTH]], bbox=[0, 0, 0.5, 1]))
     whole["images"][1] |= {"height": 1, "width": MAX_PIXELS}
     whole["images"][2] |= {"height": MAX_PIXELS, "width": 1}
     data = stored(whole | {"annotations": whole["annotations"][:4]})
@@ -149,6 +149,8 @@ def of_first(**more):
         (broken(of_first(category_id=[7])), r"annotation 0 has category_id \[7\]; expected int"),
         (broken(of_first(bbox=[1, 2, 3])), r"annotation 0 has bbox \[1, 2, 3\]"),
         (broken(of_first(bbox=[1, 2, 3, float("inf")])), "annotation 0 has bbox"),
+        (broken(of_first(bbox={})), "annotation 0 has bbox {}; expected"),
+        (broken(of_first(bbox=["1", "2", "3", "4"])), r"annotation 0 has bbox \['1', '2', '3', '4'\]; expected"),
         (broken(of_first(segmentation=None)), "annotation 0 has segmentation None"),
         (broken(of_first(segmentation=[[1, 2, 3, 4, 5]])), "no list of x, y"),
         (broken(of_first(segmentation=[[1, 2, 3, float("nan"), 5, 6]])), "no list of x, y"),
@@ -235,6 +237,14 @@ def test_pictures_are_made_smaller_as_pillow_does(stored, tmp_path):
     position, whole, reason = EvaluationImages(data, size=15)[1]
     assert (position, reason) == (1, "") and np.abs(whole.numpy() - expected).mean() < 0.6
     assert min(np.abs(image - expected).mean() for image in (trained, trained[:, :, ::-1])) < 0.6
+
+    Image.new("RGB", (60, 1)).save(tmp_path / "0.png")
+    whole = copy.deepcopy(GOOD)
+    whole["images"][1]["height"] = 1
+    (tmp_path / "thin.json").write_text(json.dumps(whole))
+    thin = CocoData(tmp_path / "thin.json", tmp_path)
+    assert EvaluationImages(thin, size=15)[1][1].shape == (3, 1, 15)
+    assert TrainingImages(thin, size=15, scale=(1, 1), seed=3, limit=0)[0, 1][0].shape == (3, 1, 15)
 
 
 def test_images_that_cannot_be_read_are_named(stored, tmp_path):

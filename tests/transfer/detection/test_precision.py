@@ -35,6 +35,7 @@ def test_each_image_is_looked_at_once(tmp_path, monkeypatch):
     shown = []
 
     def detect(detector, images, sizes):
+        assert not torch.is_autocast_enabled("cpu")
         assert detector == network and not network.training and len(images) == len(sizes) <= 4
         found = []
         for image, (height, width) in zip(images, sizes, strict=True):
