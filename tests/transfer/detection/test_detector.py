@@ -38,6 +38,7 @@ def test_its_parts_are_those_of_vitdet():
     assert [(part.in_features, part.out_features) for part in layers(heads.box_head, nn.Linear)] == [(8 * 49, 1024)]
     for head in (rpn.head, heads.mask_head, heads.box_head, heads.mask_predictor):
         for part in layers(head, nn.Conv2d):
+            assert part.dilation == (1, 1)
             assert part.in_channels == 8 and part.out_channels in (8, 3, 12, 5), (
                 "shapes, and four numbers of each; labels"
             )
