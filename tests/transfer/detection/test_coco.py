@@ -109,6 +109,7 @@ def test_compressed_masks_of_any_shape(stored):
 
 def test_what_lies_at_the_limits_is_taken(stored):
     whole = broken(of_first(segmentation=[[-WIDTH, 0, 2 * WIDTH, 0, 5, 2 * WIDTH]], bbox=[0, 0, 0.5, 1]))
+    whole["annotations"][2]["segmentation"] = COMPRESSED | {"counts": "P[2"}  # one run of all pixels
     whole["images"][1] |= {"height": 1, "width": MAX_PIXELS}
     whole["images"][2] |= {"height": MAX_PIXELS, "width": 1}
     data = stored(whole | {"annotations": whole["annotations"][:4]})
@@ -166,6 +167,7 @@ def of_first(**more):
         (broken(of_first(segmentation=COMPRESSED | {"counts": COMPRESSED["counts"][:-1]})), "do not make up"),
         (broken(of_first(segmentation=COMPRESSED | {"counts": "~" * 40})), "do not make up"),
         (broken(of_first(segmentation=COMPRESSED | {"counts": BELOW})), "do not make up"),
+        (broken(of_first(segmentation=COMPRESSED | {"counts": "p[2"})), "do not make up"),  # P[2 would be right
         (broken(of_first(segmentation=COMPRESSED | {"counts": COMPRESSED["counts"] + "P"})), "do not make up"),
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
