@@ -75,9 +75,9 @@ def test_boxes_count_pixels_of_the_upright_image(tmp_path, orientation):
 
 
 COLOURS = [
-    ("brightness", F.adjust_brightness, (0.6, 1.4)),
-    ("contrast", F.adjust_contrast, (0.6, 1.4)),
-    ("saturation", F.adjust_saturation, (0.0, 0.6, 1.4)),
+    ("brightness", F.adjust_brightness, (0.6, 1.4, 2.0)),
+    ("contrast", F.adjust_contrast, (0.6, 1.4, 2.0)),
+    ("saturation", F.adjust_saturation, (0.0, 0.6, 1.4, 2.0)),
 ]
 
 
