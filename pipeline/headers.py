@@ -47,8 +47,7 @@ def header(file):
     try:
         if not file.read(1):
             return "empty file"
-        file.seek(0)
-        with Image.open(file) as image:
+        with Image.open(file) as image:  # which begins at the start, wherever the file stands
             if image.format not in _FORMATS:
                 return f"format {image.format} is not supported by the decoder"
             width, height = image.size

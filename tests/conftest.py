@@ -30,6 +30,12 @@ def photo(seed: int, height: int = 60, width: int = 80) -> Image.Image:
     return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
 
 
+def coarse(picture: Image.Image) -> np.ndarray:
+    """Mean grey of each part of 8 x 8, float64 [64]."""
+    grey = np.asarray(picture.convert("L"), float)
+    return np.array([part.mean() for rows in np.array_split(grey, 8) for part in np.array_split(rows, 8, 1)])
+
+
 @pytest.fixture(scope="session")
 def photos(tmp_path_factory) -> Path:
     """A folder of 48 JPEGs in three class folders; to be left as it is."""

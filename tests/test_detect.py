@@ -1,20 +1,16 @@
 """The whole program on generated scenes, as a user calls it: it learns, goes on where it was, refuses what is wrong."""
 
-import dataclasses
 import importlib.util
 import json
-import re
 import shutil
 
 import pytest
 import torch
-from conftest import ROOT, run_program
+from conftest import run_program
 from PIL import Image
 
 import finetune
 from detect import main, parse
-from model import create_encoder, timm_arguments
-from model.export import export_encoder
 from run import checkpoint
 from run.progress import TooManySkipped
 from run.ranks import Ranks
@@ -22,7 +18,7 @@ from transfer.detection.coco import CocoData
 from transfer.detection.detector import load_detector
 from transfer.detection.precision import evaluate
 from transfer.detection.scenes import make_scenes
-from transfer.detection.training import RECIPES, SPLITS, DetectionConfig, learning_rate, new_detector, new_optimizer
+from transfer.detection.training import new_detector
 
 pytest.importorskip("pycocotools")
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of pycocotools
@@ -191,83 +187,6 @@ def test_folders_of_other_programs_and_other_data_are_refused(undisturbed, photo
             program(["--device", "cpu", *arguments])
         error = capsys.readouterr().err
         assert ended.value.code == 2 and said in error and error.count("\n") == 1
-
-
-def test_every_option_is_read_somewhere():
-    code = "".join(
-        (ROOT / name).read_text()
-        for name in ("detect.py", "transfer/detection/training.py", "run/session.py", "run/loop.py")
-    )
-    options = {field.name for field in dataclasses.fields(DetectionConfig)}
-    places = {f"{split}_{what}" for split in SPLITS for what in ("annotations", "images")}  # by their parts
-    assert not {name for name in options - places if not re.search(rf"config\.{name}\b", code)}
-
-
-def test_starts_from_a_pretrained_encoder(scenes, tmp_path):
-    sizes = timm_arguments(image_size=32, patch_size=8, depth=2)
-    name = "vit_tiny_patch16_224"
-    vit = create_encoder(name, sincos=True, frozen_patch_embed=True, seed=7, **sizes)
-    statistics = {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}
-    export_encoder(vit, tmp_path, name=name, arguments=sizes, training={}, **statistics)
-    config = parse([*QUICK, "--encoder", str(tmp_path), "--window", "4"])
-    detector, _ = new_detector(config, 4)
-    assert detector.transform.image_mean == statistics["mean"] and detector.transform.image_std == statistics["std"]
-    loaded = detector.backbone.vit.state_dict()
-    for key, tensor in vit.state_dict().items():
-        assert key == "pos_embed" or torch.equal(tensor, loaded[key]), key
-    assert loaded["pos_embed"].shape == (1, 65, 192)
-
-
-def test_learning_rates_by_layer_and_step():
-    """Of ViTDet: 0.7 to the power of the layers above, weights only decay; a tenth after 8/9 of the steps."""
-    config = dataclasses.replace(
-        RECIPES["coco"], model="vit_tiny_patch16_224", image_size=64, window=0, width=8, warmup_steps=10
-    )
-    detector, _ = new_detector(config, 4)
-    of = {
-        id(parameter): (group["lr_scale"], group["weight_decay"])
-        for group in new_optimizer(config, detector).param_groups
-        for parameter in group["params"]
-    }
-    trainable = {name: p for name, p in detector.named_parameters() if p.requires_grad}
-    assert len(of) == len(trainable)
-    vit, head = "backbone.vit.", "roi_heads.box_predictor.cls_score."
-    for name, power, decay in (
-        (vit + "patch_embed.proj.weight", 13, 0.1), (vit + "cls_token", 13, 0),
-        (vit + "blocks.0.attn.qkv.weight", 12, 0.1), (vit + "blocks.11.mlp.fc1.bias", 1, 0), (head + "weight", 0, 0.1),
-        (head + "bias", 0, 0), ("backbone.levels.0.0.weight", 0, 0.1),
-    ):  # fmt: skip
-        assert of[id(trainable[name])] == (pytest.approx(0.7**power), decay), name
-    rates = [learning_rate(config, step, 2700) / config.lr for step in (0, 9, 10, 2399, 2400, 2599, 2600, 2699)]
-    assert rates == pytest.approx([0.1, 1, 1, 1, 0.1, 0.1, 0.01, 0.01])
-
-
-def test_half_precision_does_not_reach_the_boxes(scenes):
-    """Under bfloat16 as on a GPU: the losses are about those of float32, proposals and anchors stay in float32."""
-    config = parse(list(QUICK))
-    detector, _ = new_detector(config, 4)
-    images = [torch.rand(3, 64, 48), torch.rand(3, 40, 64)]
-    targets = [
-        {
-            "boxes": torch.tensor([[3.3, 5.1, 40.7, 30.9]]),
-            "labels": torch.tensor([1]),
-            "masks": torch.ones(1, *i.shape[1:]),
-        }
-        for i in images
-    ]
-    losses = []
-    for enabled in (False, True):
-        torch.manual_seed(0)
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            losses.append(detector.train()(images, targets))
-            batch, _ = detector.eval().transform(images)
-            features, heads = detector.backbone(batch.tensors), detector.roi_heads
-            proposals, _ = detector.rpn(batch, features)
-            outputs = heads.box_predictor(heads.box_head(heads.box_roi_pool(features, proposals, batch.image_sizes)))
-        anchors = detector.rpn.anchor_generator.cell_anchors
-        assert {tensor.dtype for tensor in (*proposals, *anchors, *outputs)} == {torch.float32}
-    for name, loss in losses[0].items():
-        assert losses[1][name].item() == pytest.approx(loss.item(), rel=0.05, abs=0.01), name
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,4 @@ def _rand_augment(image, chosen, count, side):
 
 def _as_view(a):
     """The crop and the flip as ``stream`` draws them."""
-    return stream.Augmentation(
-        area=a.area, aspect=a.aspect, flip_p=a.flip_p, jitter_p=0, grey_p=0, blur_p=(0, 0), solarise_p=(0, 0)
-    )
+    return stream.Augmentation(area=a.area, aspect=a.aspect, flip_p=a.flip_p)

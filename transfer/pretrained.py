@@ -167,8 +167,11 @@ def _read_hub(folder: Path, known: dict[str, Any]) -> tuple[dict[str, Any], dict
     description = {"model": known["architecture"], "arguments": known.get("model_args", {}), "training": training}
     data = known.get("pretrained_cfg", known)  # older files have it at the top
     description |= {name: data[name] for name in ("mean", "std") if name in data}
-    files = [folder / name for name in ("model.safetensors", "pytorch_model.bin")]
-    return description, _weights(next((path for path in files if path.exists()), files[0]))
+    names = "model.safetensors", "pytorch_model.bin"
+    found = next((folder / name for name in names if (folder / name).exists()), None)
+    if found is None:
+        raise ValueError(f"{folder} has a config.json and no weights; expected {' or '.join(names)} beside it")
+    return description, _weights(found)
 
 
 def _json(path: Path) -> dict[str, Any]:

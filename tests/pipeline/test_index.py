@@ -1,12 +1,15 @@
 """The scan of an image folder: labels, sizes, rejections, cache."""
 
+import io
+import json
 import os
+import subprocess
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from pipeline import Index
+from pipeline import Index, headers
 from pipeline import index as index_module
 
 
@@ -111,12 +114,20 @@ def test_worker_processes_give_the_same_index(tmp_path, monkeypatch):
     monkeypatch.setattr(index_module, "_PARALLEL", 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
     monkeypatch.setattr(index_module, "_read_headers", None)  # not in this process
+    parts, started = [], subprocess.run
+    monkeypatch.setattr(
+        subprocess, "run", lambda *a, **k: parts.append(len(json.loads(k["input"]))) or started(*a, **k)
+    )
     shared = Index.scan(tmp_path)
     assert len(shared) == 8 and shared.fingerprint == alone.fingerprint and shared.rejected == alone.rejected
+    assert sorted(parts) == [3, 3, 3]
+    monkeypatch.setattr(headers, "__file__", str(tmp_path / "gone.py"))
+    with pytest.raises(subprocess.CalledProcessError):
+        Index.scan(tmp_path)
 
 
 def test_the_cache_is_used_until_something_changes(tmp_path, monkeypatch):
-    root, cache = tmp_path / "data", tmp_path / "new folder/index.npz"
+    root, cache = tmp_path / "data", tmp_path / "new/folder/index.npz"
     save(root / "a/1.png")
     (root / os.fsdecode(b"a/\xff.png")).write_bytes((root / "a/1.png").read_bytes())
     fill(root / "a/bad.jpg", b"")
@@ -161,6 +172,73 @@ def test_the_fingerprint_tells_data_sets_apart(tmp_path):
     prints.append(Index.scan(tmp_path).fingerprint)
     os.utime(tmp_path / "b/3.png", ns=(1, 1))
     assert len(set(prints)) == 3 and Index.scan(tmp_path).fingerprint == prints[-1]
+
+
+def test_changes_are_named_by_kind(tmp_path):
+    """Classes by name, though "a" gives them other numbers; images by path, though others are numbered before."""
+
+    def an_index(images, classes, places=None):
+        paths, names, sizes = zip(*images, strict=True)
+        labels = np.array([classes.index(name) if name else -1 for name in names])
+        shards = () if places is None else ("x.tar", "y.tar")
+        return Index(tmp_path, list(paths), labels, np.array(sizes, np.int32), classes, {}, shards, places)
+
+    before = [("1", "b", (2, 3)), ("2", "c", (2, 3)), ("3", None, (2, 3)), ("4", "b", (2, 3)), ("5", "b", (2, 3))]
+    after = [("0", "a", (2, 3)), ("1", "b", (2, 3)), ("2", "b", (2, 3)), ("3", None, (3, 2)), ("5", None, (2, 3))]
+    one, other = an_index(before, ("b", "c")), an_index(after, ("a", "b"))
+    assert one.changes(one) == {"gone": [], "new": [], "changed": []}
+    assert one.changes(other) == {"gone": ["4"], "new": ["0"], "changed": ["2", "3", "5"]}
+    assert other.changes(one) == {"gone": ["0"], "new": ["4"], "changed": ["2", "3", "5"]}
+
+    kept = tmp_path / "run/index.npz"
+    assert "(--resume changed needs index.npz in its folder run, which is missing" in other.differing(kept, 1005)
+    one.keep(kept)
+    said = "other images (1,005 images there, 5 now, 1 gone (4), 1 new (0), 3 changed (2)); expected the same --data"
+    assert other.differing(kept, 1005).startswith(said)
+    other.keep(kept, anew=False)
+    assert Index.kept(kept, tmp_path).fingerprint == one.fingerprint
+    kept.write_bytes(b"")
+    other.keep(kept, anew=False)
+    assert Index.kept(kept, tmp_path).fingerprint == other.fingerprint
+
+    # Where it lies in its shard counts, not which number that shard has.
+    places = np.arange(15).reshape(5, 3) % [2, 99, 99]
+    moved = places.copy()
+    moved[:, 0] = 1
+    moved[2, 1] += 1
+    moved[3, 2] += 1
+    one, other = (an_index(before, ("b", "c"), p) for p in (places, moved))
+    assert one.changes(other) == {"gone": [], "new": [], "changed": ["3", "4"]}
+
+
+def test_sides_and_pixels_have_limits():
+    taken = (1, 1), (65535, 1), (1, 65535), (40_000, 4_450), (65535, 2716)
+    assert [headers.checked(*size) for size in taken] == list(map(list, taken))
+    for height, width in ((0, 5), (5, 0), (65536, 1), (1, 65536), (65535, 2717), (44_500, 4_001)):
+        assert headers.checked(height, width).startswith(f"size {height}x{width}: expected sides of 1 to 65535 and at")
+
+
+def test_a_part_of_a_file_is_a_file(tmp_path):
+    """Against the same bytes in memory, wherever one reads."""
+    rng = np.random.default_rng(0)
+    (tmp_path / "whole").write_bytes(rng.bytes(1000))
+    with open(tmp_path / "whole", "rb") as whole:
+        expected = io.BytesIO((tmp_path / "whole").read_bytes()[100:400])
+        part = headers._Part(whole.fileno(), 100, 300)
+        assert part.readable() and part.seekable()
+        for _ in range(300):
+            whence, count = int(rng.integers(3)), int(rng.integers(-1, 200))
+            offset = int(rng.integers(0 if whence == os.SEEK_SET else -200, 350))
+            if whence == os.SEEK_CUR:
+                offset = max(offset, -part.tell())
+            assert part.seek(offset, whence) == expected.seek(offset, whence) == part.tell()
+            assert part.read(count) == expected.read(count) and part.tell() == expected.tell()
+
+
+def test_what_cannot_be_opened_is_named(tmp_path):
+    gone = "No such file or directory"
+    rows = headers.read_headers(tmp_path, ["gone.jpg", "gone.TAR"])
+    assert rows[0] == gone and [row[:3] for row in rows[1]] == [[None, None, gone]]
 
 
 def test_errors_are_one_clear_line(tmp_path):

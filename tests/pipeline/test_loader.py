@@ -1,5 +1,6 @@
 """The loader end to end on the CPU: what a batch holds depends on its number only, and bad files shift nothing else."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import torchvision.transforms.v2.functional as F
 from PIL import Image, ImageOps
 
 from pipeline import Augmentation, Index, Loader, evaluation_batches, graph
+from pipeline.loader import bad_limit
 from pipeline.stream import replacement
 
 CPU = torch.device("cpu")
@@ -166,6 +168,41 @@ def test_too_many_bad_files_stop_with_their_names(root):
         list(loader(index, max_bad=0.5).batches(0, 4))
 
 
+def test_so_many_bad_files_are_allowed():
+    table = {(50, 0.05): 20, (1000, 0.05): 50, (999, 0.05): 49, (10, 0.5): 9, (21, 0.1): 20, (10, 0.0): 0, (1, 1.0): 0}
+    assert {case: bad_limit(*case) for case in table} == table
+
+
+@pytest.mark.parametrize("often", [{2: 1}, {0: 1, 1: 1, 3: 1}, {2: 2}], ids=str)
+def test_a_batch_that_fails_for_no_reason_is_tried_once_more(root, monkeypatch, often):
+    """``often``: how often it fails, by batch."""
+    index, failing = Index.scan(root), dict(often)
+    expected = list(loader(index).batches(0, 4))
+    make, given = graph.pipeline, []
+
+    def pipeline(*arguments, **options):
+        made = make(*arguments, **options)
+
+        class Failing:
+            def run(self, stream):
+                outputs = made.run(stream)
+                if failing.get(len(given), 0) > 0:
+                    failing[len(given)] -= 1
+                    raise RuntimeError("out of luck")
+                return outputs
+
+        return Failing()
+
+    monkeypatch.setattr(graph, "pipeline", pipeline)
+    load, fails = loader(index), max(often.values()) > 1
+    said = "batch 2 fails, but each of its images decodes alone: out of luck"
+    with pytest.raises(RuntimeError, match=said) if fails else contextlib.nullcontext():
+        for batch in load.batches(0, 4):
+            given.append(batch)
+    assert not any(failing.values()) and all_same(expected[: 2 if fails else 4], given)
+    assert not load.bad
+
+
 def test_an_index_of_which_nothing_decodes_ends(tmp_path):
     for i in range(4):
         Image.new("RGB", (9, 9)).save(tmp_path / f"{i}.png")
@@ -223,6 +260,9 @@ def test_sizes_that_do_not_divide_are_refused(root):
         loader(index, batch_size=10, ranks=3)
     with pytest.raises(ValueError, match=r"50 images .* at least one batch of 51"):
         loader(index, batch_size=51)
+    with pytest.raises(ValueError, match="batch size 0: expected a positive multiple of the 1 ranks"):
+        loader(index, batch_size=0)
+    assert loader(index, batch_size=1).batches_per_epoch == 50 and loader(index, batch_size=50).batches_per_epoch == 1
 
 
 def test_importing_does_nothing():

@@ -3,6 +3,7 @@
 import io
 import itertools
 import os
+import re
 import tarfile
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -103,6 +104,7 @@ BAD_LINES = [
     ("s3://bucket/a.jpg dog", r"line 2: got 's3:.*'; expected uri<TAB>label<TAB>height<TAB>width, because nothing"),
     ("s3://bucket/a.jpg\tdog\t30", r"line 2: got 's3:.*; expected uri<TAB>label<TAB>height<TAB>width"),
     ("s3://bucket/a.jpg\tdog\t30\tmany", r"line 2: got 's3:.*; expected uri<TAB>label<TAB>height<TAB>width"),
+    ("s3://bucket/a.jpg\tdog\tmany\t30", r"line 2: got 's3:.*; expected uri<TAB>label<TAB>height<TAB>width"),
     ("s3://bucket/a.jpg\tdog\t0\t7", r"line 2: size 0x7: expected sides of 1"),
 ]
 
@@ -226,13 +228,14 @@ def test_hostile_members_do_no_harm(tmp_path, monkeypatch):
             special("pipe.jpg", tarfile.FIFOTYPE), special("zero", tarfile.CHRTYPE), sparse, ("empty.jpg", b""),
             *((name, jpeg()) for name in names), ("good.jpg", jpeg()), ("soft2.jpg", jpeg()),
             special("soft2.cls", tarfile.SYMTYPE, "/etc/hostname"), ("huge.jpg", jpeg()), ("huge.cls", b"x" * 2**21),
+            ("large.jpg", jpeg()), ("large.cls", b"large".ljust(2**20)),
         ],
     )  # fmt: skip
     write_tar(tmp_path / "data/t.tar", [nul, ("u.jpg", jpeg())], tarfile.PAX_FORMAT)
     monkeypatch.chdir(tmp_path)
     index = Index.scan("data/s.tar")
-    assert set(index.paths) == {f"s.tar!{name}" for name in [*names, "good.jpg", "huge.jpg", "soft2.jpg"]}
-    assert index.classes == () and index.rejected == {
+    assert set(index.paths) == {f"s.tar!{name}" for name in [*names, "good.jpg", "huge.jpg", "large.jpg", "soft2.jpg"]}
+    assert index.classes == ("large",) and index.rejected == {
         "s.tar!empty.jpg": "empty file",
         "s.tar!hard.jpg": "link inside a tar",
         "s.tar!huge.cls": "no label: 2097152 bytes; expected at most 1048576",
@@ -290,8 +293,11 @@ def test_patterns_name_shards(tmp_path):
     assert index.paths == [f"d{d}/s-{i:03}.tar!a.jpg" for d in range(2) for i in range(8, 12)]
     with pytest.raises(FileNotFoundError, match=r"2 of 6 files are missing, first: s-012.tar; expected all"):
         Index.scan(tmp_path / "d0/s-{008..013}.tar")
-    with pytest.raises(ValueError, match=r"\{9\.\.8\} does not count up"):
-        Index.scan(tmp_path / "d0/s-{9..8}.tar")
+    for braces in ("{9..8}", "{0..100000}"):
+        with pytest.raises(ValueError, match=f"{re.escape(braces)} does not count up, or beyond 100,000"):
+            Index.scan(tmp_path / f"d0/s-{braces}.tar")
+    with pytest.raises(FileNotFoundError, match=r"4 of 4 files are missing, first: d0/s-0.tar"):
+        Index.scan(tmp_path / "d{0..1}/s-{0..1}.tar")
 
 
 def test_the_cache_of_shards_is_used_until_a_shard_changes(tmp_path, monkeypatch):

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchvision.transforms import RandomResizedCrop
 
-from pipeline import Augmentation
+from kernels.philox import Purpose, philox, stream_key
+from pipeline import Augmentation, graph
 from pipeline.stream import Draw, epoch_order, replacement
 
 FIELDS = [field.name for field in dataclasses.fields(Draw)]
@@ -50,6 +51,32 @@ def test_the_order_is_a_permutation_that_changes_with_the_epoch():
     assert np.array_equal(orders[0], epoch_order(n, seed=1, epoch=0))
     # Nor do samples follow each other at a fixed distance: each of 80,000 distances occurs at most Poisson(1) times.
     assert np.unique(np.diff(orders[0]), return_counts=True)[1].max() < 13
+
+
+def test_the_order_is_that_of_keys_of_64_bits():
+    for n, seed, epoch in ((500, 1, 0), (31, -7, 2**40), (1, 0, 0)):
+        words = [philox((s, 0, 0, 0), stream_key(seed, epoch, Purpose.ORDER)) for s in range(n)]
+        keys = [int(first) << 32 | int(second) for first, second, *_ in words]
+        assert epoch_order(n, seed, epoch).tolist() == sorted(range(n), key=keys.__getitem__)
+
+
+def test_areas_and_aspects_are_those_of_their_ranges():
+    """Uniform and log-uniform, where all fit: means within 5 standard deviations, and the ends are reached."""
+    a, n = Augmentation(area=(0.2, 0.25), aspect=(2.0, 3.0)), 5000
+    h, w = a.draw(sizes(n, 20_000, 20_000), np.arange(n), seed=0, epoch=0).boxes[..., 2:].reshape(-1, 2).astype(float).T
+    for values, low, high in ((h * w / 20_000**2, 0.2, 0.25), (np.log(w / h), math.log(2), math.log(3))):
+        width = high - low
+        assert low - 1e-3 * width <= values.min() < low + 0.01 * width
+        assert high - 0.01 * width < values.max() <= high + 1e-3 * width
+        assert abs(values.mean() - (low + high) / 2) < 5 * width / math.sqrt(12 * len(values))
+
+
+def test_crops_of_very_long_images_are_central():
+    """The largest of an aspect that is allowed, as torchvision's."""
+    for height, width in ((1, 1000), (1000, 1), (3, 4001), (4001, 3)):
+        top, left, h, w = RandomResizedCrop.get_params(torch.empty(1, height, width), [0.5, 0.5], [0.5, 1.5])
+        box = Augmentation(area=(0.5, 0.5), aspect=(0.5, 1.5)).draw(sizes(1, height, width), np.array([3]), 0, 0).boxes
+        assert box.tolist() == [[[top, left, max(h, 1), max(w, 1)]] * 2]
 
 
 @pytest.mark.parametrize("height, width", [(300, 500), (32, 32), (400, 60), (7, 300)])
@@ -118,8 +145,27 @@ def test_probabilities_and_ranges():
 def test_replacements_are_in_range_and_differ_with_the_attempt():
     chosen = [replacement(5, attempt, 1000, seed=1, epoch=0) for attempt in range(50)]
     assert all(isinstance(s, int) and 0 <= s < 1000 for s in chosen) and len(set(chosen)) > 40
+    assert min(chosen) < 100 and max(chosen) >= 900
     assert chosen[7] == replacement(np.int64(5), 7, 1000, seed=1, epoch=0)
     assert chosen != [replacement(5, attempt, 1000, seed=1, epoch=1) for attempt in range(50)]
+
+
+def test_operations_that_never_happen_are_not_built():
+    plain = Augmentation(jitter_p=0, grey_p=0, blur_p=(0, 1), solarise_p=(0, 0.5))
+    assert plain.views() == (graph.Augmented(), graph.Augmented(blur=1, solarise=True))
+    assert Augmentation(jitter_p=0).views()[0].colour and Augmentation(grey_p=0).views()[0].colour
+    factors = dict.fromkeys(("brightness", "contrast", "saturation", "hue"), 0)
+    assert not Augmentation(grey_p=0, **factors).views()[0].colour
+    for name in factors:
+        assert Augmentation(grey_p=0, **(factors | {name: 0.1})).views()[1].colour
+
+
+def test_defaults_are_those_of_the_table():
+    """APS, appendix: data augmentation of pretraining on ImageNet."""
+    assert Augmentation() == Augmentation(
+        area=(0.08, 1.0), aspect=(3 / 4, 4 / 3), flip_p=0.5, jitter_p=0.8, brightness=0.4, contrast=0.4, saturation=0.2,
+        hue=0.1, grey_p=0.2, blur_p=(1.0, 0.1), blur_sigma=(0.1, 2.0), solarise_p=(0.0, 0.2),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -136,8 +182,17 @@ def test_replacements_are_in_range_and_differ_with_the_attempt():
         ({"blur_p": 0.5}, "two numbers"),
         ({"blur_sigma": (0.0, 2.0)}, "blur_sigma"),
         ({"solarise_p": (0.0, -0.2)}, "solarise_p"),
+        ({"aspect": (1.0, math.inf)}, "aspect"),
+        ({"contrast": math.inf}, "contrast"),
+        ({"blur_sigma": (1.0, 100.1)}, "blur_sigma"),
     ],
 )
 def test_augmentation_names_what_is_out_of_range(wrong, message):
     with pytest.raises(ValueError, match=message):
         Augmentation(**wrong)
+
+
+def test_what_lies_at_the_ends_of_the_ranges_is_taken():
+    for ends in (0.0, 1.0):
+        both = {"area": (1.0, 1.0), "aspect": (2.0, 2.0), "blur_sigma": (100.0, 100.0), "blur_p": (ends, ends)}
+        Augmentation(**both, flip_p=ends, jitter_p=ends, grey_p=ends, brightness=9 * ends, hue=0.5 * ends)

@@ -1,13 +1,30 @@
-"""The embedded dataset: the same bytes every time, all or nothing on disk, classes that colour does not give away."""
+"""The embedded dataset: the same pictures every time, all or nothing on disk, classes not told by colour."""
 
+import base64
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from conftest import coarse
 from PIL import Image
 
+from pipeline import toy as toy_module
 from pipeline.toy import CLASSES, draw, make_toy
+
+# The first picture of each class: its size, and the mean grey of each part of 8 x 8.
+DRAWN = [
+    ((109, 103), "gGF0cHNeZ2J0ZXZkZXB1YkpXi2FzfXpnWnt8U3p/eGh7cXdkY2VkVZNubGJLTHJagoNxZFxad1pshm6Dc3CQfg=="),
+    ((110, 99), "j2d7WFxUd3aBb2ZbeWlncm5od3WCdHRxemt4cYtpcW5rY2ppcGxqbmqCe3J5enF9YIV6d3p3ZHhsc3Zwbnl8hg=="),
+    ((93, 103), "lHhZTGdZRkJdUU9Ndl5jTIFZTVZ8cFNXZHBTVW9iX3BoV3A9Ql9iVWdWR0hUal5bY1dFUlFfX2twcFdHUl9eZg=="),
+    ((106, 107), "ZHlXXFhqZY5pZlRWXV+DjWBhZGOAfntwYWNjdXGHiHthWGluZnKIenNpamdlW19vb1lhaFlVWWdiY4R8aGBwXA=="),
+    ((94, 112), "Xnx3YmtVW0tZbWdmaFFMTnJ+bF1gY0hOkIiFbl5hWGd/cWdjZWlsbm5rZFJLYHtqZmFvXGFkYkd8amBgVV1wiQ=="),
+    ((109, 112), "enBjc11ua193b3F0bWNkY39zdH9ybmhrcX9YWW1ubV9kYGhgbnZsaltXY1llbXd1Z2FdcGh5eWlmaXKGhXiAaQ=="),
+    ((101, 104), "gFhfVG9xbISAX1RUd11WYWZ9W3BhZm1TfYBudWBdamBvcHBsamRkf25udniEdHN7XGh0gGRccntpaol5j2xahA=="),
+    ((112, 91), "Z2aKU2hibGFmd4ducXFnY1N1jHFwaGJqXXeRiH97X19vY2dheHtnZW9ndmtuc2FjZ1VjcYR7gWJoaWleeGlubg=="),
+    ((101, 91), "e2x0aVxlWmFwZXRvZ2hmYWtnbGRXZ1xyZFlbVVdOYnVlXWBeVl5ddGNeTUteVm9ga1VKSmducGBtT0ZRd3dvYw=="),
+    ((104, 109), "iW1UW05dXnaKZGZiY21fbG9zZWVnWVR3Y2ZiY15bXGViZ19lSmdkb2ZUZWFUYl9FX2xtbHRteVxebGJlbId1UA=="),
+]
 
 
 def _digests(root):
@@ -93,3 +110,21 @@ def test_mean_colour_does_not_tell_the_class():
     np.fill_diagonal(distance, np.inf)
     accuracy = (label[distance.argmin(1)] == label).mean()
     assert accuracy < 0.25, f"mean colour alone finds {accuracy:.0%} of the classes"
+
+
+def test_drawings_are_those_of_their_version():
+    """To two levels: what was measured on them was measured on these."""
+    assert toy_module._VERSION == 1, "the version of DRAWN"
+    for label, (size, expected) in enumerate(DRAWN):
+        picture = draw(*list(CLASSES.values())[label], np.random.default_rng([0, 0, label, 0]))
+        assert picture.size == size
+        assert np.abs(coarse(picture) - np.frombuffer(base64.b64decode(expected), np.uint8)).max() < 2
+
+
+def test_silhouettes_have_the_area_of_the_disc():
+    """And reach no further than objects are given room for."""
+    v, u = np.mgrid[-1.6:1.6:800j, -1.6:1.6:800j]
+    for name, (_, silhouette) in CLASSES.items():
+        inside = silhouette(u / toy_module._unit(silhouette), v / toy_module._unit(silhouette)) < 0
+        assert 3.2**2 * inside.mean() == pytest.approx(np.pi, rel=0.02), name
+        assert np.hypot(u, v)[inside].max() <= 1.56, name

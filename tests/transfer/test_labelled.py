@@ -1,5 +1,9 @@
 """The view of training with labels: what is drawn, and what DALI makes of it."""
 
+import math
+import re
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -55,6 +59,54 @@ def loader(index, augmentation, threads=1):
     return Loader(index, augmentation, image_size=16, batch_size=4, seed=1, device=CPU, threads=threads)
 
 
+def test_magnitudes_are_normal_and_end_at_none_and_full():
+    """Of both operations alike, in bins of a thirtieth, each with its share to 5 standard deviations."""
+    n = 20_000
+    for mean, deviation in ((5.0, 1.5), (1.0, 2.0), (9.0, 2.0), (0.0, 0.0), (10.0, 0.0), (7.0, 0.0)):
+        a = LabelledAugmentation(magnitude=mean, magnitude_std=deviation)
+        drawn = a.draw(np.full((n, 2), 32), np.arange(n), seed=2, epoch=1).operations[..., 1]
+        assert drawn.min() >= 0 and drawn.max() <= BINS - 1
+        if not deviation:
+            assert (drawn == 3 * mean).all()
+            continue
+        edges = np.array([-math.inf, *np.arange(0.5, BINS - 1), math.inf]) / 3
+        below = [0.5 * (1 + math.erf((edge - mean) / deviation / math.sqrt(2))) for edge in edges]
+        shares = np.diff(below)
+        found = np.stack([np.bincount(column, minlength=BINS) / n for column in drawn.T])
+        assert (np.abs(found - shares) <= 5 * np.sqrt(shares * (1 - shares) / n) + 1e-4).all()
+        assert abs(np.corrcoef(drawn.T)[0, 1]) < 0.04
+
+
+def test_defaults_are_those_of_the_field():
+    """timm's rand-m9-mstd0.5, two operations, each with probability 1/2; crops as everywhere."""
+    assert LabelledAugmentation() == LabelledAugmentation(
+        area=(0.08, 1.0), aspect=(3 / 4, 4 / 3), padding=0, flip_p=0.5, operations=2, operation_p=0.5, magnitude=9.0,
+        magnitude_std=0.5,
+    )  # fmt: skip
+
+
+BOUNDS = {  # option: values that are taken, values that are refused
+    "area": (((0.1, 1.0), (1.0, 1.0)), ((0.0, 1.0), (0.5, 0.4), (0.5, 1.1))),
+    "aspect": (((0.1, 9.0), (2.0, 2.0)), ((0.0, 1.0), (0.5, 0.4), (0.5, math.inf))),
+    "flip_p": ((0, 0.5, 1), (-0.1, 1.1, math.nan)),
+    "operation_p": ((0, 0.5, 1), (-0.1, 1.1, math.nan)),
+    "magnitude": ((0, 9, 10), (-0.1, 10.1, math.nan)),
+    "magnitude_std": ((0, 9, 10), (-0.1, 10.1, math.nan)),
+    "padding": ((0, 1024), (-1, 1025)),
+    "operations": ((0, 8), (-1, 9)),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_values_out_of_range_are_refused_by_name(name):
+    taken, refused = BOUNDS[name]
+    for value in taken:
+        assert getattr(LabelledAugmentation(**{name: value}), name) == value
+    for value in refused:
+        with pytest.raises(ValueError, match=re.escape(f"augmentation {name}={value}: expected 0 ")):
+            LabelledAugmentation(**{name: value})
+
+
 def test_a_shift_is_a_crop_of_the_padded_image(pictures):
     index, images = pictures
     a = LabelledAugmentation(padding=4, operations=0)
@@ -68,12 +120,16 @@ def test_a_shift_is_a_crop_of_the_padded_image(pictures):
 
 
 def test_rand_augment_does_what_was_drawn(pictures):
-    """Whatever the batch, the threads or where the run was resumed."""
+    """Whatever the batch, the threads or where the run was resumed. At full magnitude: shifts of 0.45 of the side, over
+    grey; four bits; everything inverted."""
     index, _ = pictures
-    a = LabelledAugmentation(padding=1, operations=1, operation_p=1.0, flip_p=0)
-    found = list(loader(index, a).batches(0, 48))
+    a = LabelledAugmentation(padding=1, operations=1, operation_p=1.0, flip_p=0, magnitude=10, magnitude_std=4)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        found = list(loader(index, a).batches(0, 48))
+    assert not warned
     plain = loader(index, LabelledAugmentation(padding=1, operations=0, flip_p=0)).batches(0, 48)
-    seen = []
+    seen = set()
     for position, (batch, before) in enumerate(zip(found, plain, strict=True)):
         sample = batch.sample.numpy()
         operations = a.draw(index.sizes[sample], sample, 1, position // 4).operations[:, 0]
@@ -83,12 +139,17 @@ def test_rand_augment_does_what_was_drawn(pictures):
                 IDENTITY: x,
                 5: (x * (1 + 0.9 * strength * (1 - 2 * sign))).clamp(0, 255),  # brightness
                 10: torch.where(x >= 256 - 256 * strength, 255 - x, x),  # solarise
-            }.get(number)
-            if expected is not None:
-                assert (view - expected).abs().max() <= 0.51
-                seen.append(number)
-            elif number != 12:  # DALI's contrast to the full range, which these images have
+            }
+            if strength == 1:
+                by = -7 if sign else 7
+                around = torch.full((30, 30, 3), 128.0, dtype=torch.double)
+                around[7:23, 7:23] = x
+                expected |= {0: around[7:23, 7 - by : 23 - by], 1: around[7 - by : 23 - by, 7:23], 9: x // 16 * 16}
+            if number in expected:
+                assert (view - expected[number]).abs().max() <= 0.51
+                seen.add((number, bool(sign)) if number in (0, 1, 5) else number)
+            elif number != 12 and strength > 0.3:  # DALI's contrast to the full range, which these images have
                 assert (view.double() != x).any()
-    assert set(seen) == {IDENTITY, 5, 10}
+    assert seen == {IDENTITY, 9, 10, *((number, sign) for number in (0, 1, 5) for sign in (False, True))}
     for one, other in zip(found[17:20], loader(index, a, threads=3).batches(17, 20), strict=True):
         assert torch.equal(one.views[0], other.views[0])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from timm.layers import resample_abs_pos_embed
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 
@@ -52,7 +52,10 @@ def test_a_run_its_file_and_its_checkpoints(run, tmp_path):
 
     for source in (run, run / "encoder.safetensors", tmp_path / "mine.safetensors", newest):
         check(source)
-    # A run that was continued past its export, and one that has none yet.
+    # The export of the newest checkpoint is what is taken, a run that was continued past it, and one that has none yet.
+    changed = load_file(run / "encoder.safetensors") | {"norm.bias": torch.full((192,), 3.0)}
+    save_file(changed, run / "encoder.safetensors")
+    assert torch.equal(load_encoder(run)[0].norm.bias, changed["norm.bias"])
     (run / "encoder.json").write_text(json.dumps(description | {"training": {"steps": 24}}))
     save_file(made(depth=1, patch_size=16).state_dict(), run / "encoder.safetensors")
     check(run)
@@ -92,6 +95,7 @@ def test_checkpoints_of_timm(tmp_path, name):
         ({"head.bias": torch.zeros(10)}, {"num_classes": 10}, r"1 missing: head.weight$"),
         ({"head.weight": torch.zeros(10, 64)}, {"num_classes": 10}, r"missing: head.bias; .*: head.weight \[10, 64"),
         ({"pos_embed": torch.zeros(1, 1 + 12, 192)}, {}, r"pos_embed \[1, 13, 192\] instead of"),
+        ({"pos_embed": torch.zeros(1, 1 + 9, 192)}, {"img_size": 32}, r"pos_embed \[1, 10, 192\] instead of"),
         ({"pos_embed": torch.zeros(1, 1 + 16, 64)}, {"img_size": 32}, r"pos_embed \[1, 17, 64\] instead of"),
         ({}, {"depth": 1}, r"12 left over: blocks.1.attn.proj.bias, .*, blocks.1.norm2.weight$"),
         ({}, {"depth": 6}, r"48 missing: blocks.2.norm1.weight, .* and 18 more$"),
@@ -135,6 +139,42 @@ def test_a_model_of_timm_at_the_size_it_had_and_at_another(tmp_path):
         found = load(tmp_path / "timm.safetensors", image_size=size if size == 32 else None, **pooling)[0]
         assert found.patch_embed.img_size == (size, size)
         assert all(torch.equal(tensor, found.state_dict()[key]) for key, tensor in expected.state_dict().items())
+
+
+def test_a_folder_in_the_layout_of_a_hub(tmp_path):
+    """Of today and of older versions of timm, as safetensors before anything else; of a fine-tuned model."""
+    vit = made()
+    statistics = {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}
+    own = {"img_size": 32, **SHAPE}
+    for name, config, training in (
+        ("new", {"model_args": own, "pretrained_cfg": statistics, "training": {"steps": 3}}, {"steps": 3}),
+        ("old", {"model_args": own, **statistics}, {"checkpoint": "old"}),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"architecture": NAME} | config))
+        with pytest.raises(ValueError, match=rf"{name} has a config.json and no weights; expected model.safetensors"):
+            load_encoder(folder)
+        torch.save(vit.state_dict(), folder / "pytorch_model.bin")
+        for _ in range(2):
+            found, description = load_encoder(folder)
+            assert torch.equal(features(found), features(vit))
+            arguments = {"num_classes": 0, **own}
+            assert description == {"model": NAME, "arguments": arguments, "training": training, **statistics}
+            save_file(vit.state_dict(), folder / "model.safetensors")
+            (folder / "pytorch_model.bin").write_bytes(b"")
+    (tmp_path / "new/config.json").write_text(json.dumps({"architecture": NAME, "model_args": own}))
+    assert load_encoder(tmp_path / "new")[1]["mean"] == [0.5] * 3, "as timm has it for this model"
+    (tmp_path / "new/config.json").write_text(json.dumps({"config": {}}))
+    with pytest.raises(ValueError, match=r"holds no encoder.safetensors, no checkpoint of a run and no model in"):
+        load_encoder(tmp_path / "new")
+
+    tuned = {"model": NAME, "arguments": own | {"num_classes": 5}, "training": {"steps": 1}, **statistics}
+    (tmp_path / "old/model.json").write_text(json.dumps(tuned))
+    save_file(made(num_classes=5).state_dict(), tmp_path / "old/model.safetensors")
+    found, description = load_encoder(tmp_path / "old")
+    assert torch.equal(features(found), features(made(num_classes=5))) and description["arguments"]["num_classes"] == 0
+    assert description["training"] == {"steps": 1} and load_encoder(tmp_path / "old", num_classes=5)[0].num_classes == 5
 
 
 class Trap:

@@ -11,9 +11,9 @@ from PIL import Image
 
 from pipeline import TooManyBadFiles
 from transfer.detection.batches import CocoLoader, EvaluationImages, TrainingImages
-from transfer.detection.coco import CocoData
+from transfer.detection.coco import MAX_PIXELS, CocoData
 from transfer.detection.precision import as_results, average_precision
-from transfer.detection.scenes import KINDS, make_scenes
+from transfer.detection.scenes import make_scenes
 
 rle = pytest.importorskip("pycocotools.mask")
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of pycocotools
@@ -24,6 +24,8 @@ BOX[10:30, 20:50] = 1
 POLYGON = [[20, 10, 50, 10, 50, 30, 20, 30]]
 UNCOMPRESSED = {"size": [HEIGHT, WIDTH], "counts": [20 * HEIGHT + 10, *[20, HEIGHT - 20] * 29, 20, 10 * HEIGHT + 10]}
 COMPRESSED = {"size": [HEIGHT, WIDTH], "counts": rle.encode(np.asfortranarray(BOX))["counts"].decode()}
+# The same but for the bits above the five of each last part of a number, which pycocotools would read as "goes on".
+BELOW = "".join(chr(ord(c) - 32) if ord(c) < 80 else c for c in COMPRESSED["counts"])
 
 
 def annotation(number, image, shape=None, category=7, **more):
@@ -117,6 +119,15 @@ def test_compressed_masks_of_any_shape(stored):
     assert torch.equal(stored(whole).masks(2)[1], torch.from_numpy(masks))
 
 
+def test_what_lies_at_the_limits_is_taken(stored):
+    whole = broken(of_first(segmentation=[[-WIDTH, 0, 2 * WIDTH, 0, 5, 2 * WIDTH]], bbox=[0, 0, 0.5, 1]))
+    whole["annotations"][2]["segmentation"] = COMPRESSED | {"counts": "P[2"}  # one run of all pixels
+    whole["images"][1] |= {"height": 1, "width": MAX_PIXELS}
+    whole["images"][2] |= {"height": MAX_PIXELS, "width": 1}
+    data = stored(whole | {"annotations": whole["annotations"][:4]})
+    assert (data.usable, data.unusable) == (3, 0) and [len(data.objects(n)) for n in range(3)] == [4, 0, 0]
+
+
 def broken(change):
     whole = copy.deepcopy(GOOD)
     change(whole)
@@ -138,22 +149,38 @@ def of_first(**more):
         (broken(lambda whole: whole["images"][1].update(id="5")), "expected an integer"),
         (broken(lambda whole: whole["images"][1].update(height=None)), "image 0 has height None; expected int"),
         (broken(lambda whole: whole["images"][1].update(width=10**9)), "image 0 has 1000000000 x 40 pixels"),
+        (broken(lambda whole: whole["images"][1].update(width=0)), "image 0 has 0 x 40 pixels"),
+        (
+            broken(lambda whole: whole["images"][1].update(width=MAX_PIXELS + 1, height=1)),
+            "image 0 has 178956971 x 1 p",
+        ),
+        (broken(lambda whole: whole["images"].clear()), "has no images"),
+        (broken(lambda whole: whole["categories"].clear()), "has no categories"),
         (broken(lambda whole: whole["categories"][1].update(name="box")), "two of one name"),
         (broken(of_first(image_id=4)), "annotation 0 is of image 4"),
         (broken(of_first(category_id=1)), "annotation 0 is of category 1"),
         (broken(of_first(category_id=[7])), r"annotation 0 has category_id \[7\]; expected int"),
         (broken(of_first(bbox=[1, 2, 3])), r"annotation 0 has bbox \[1, 2, 3\]"),
         (broken(of_first(bbox=[1, 2, 3, float("inf")])), "annotation 0 has bbox"),
+        (broken(of_first(bbox={})), "annotation 0 has bbox {}; expected"),
+        (broken(of_first(bbox=["1", "2", "3", "4"])), r"annotation 0 has bbox \['1', '2', '3', '4'\]; expected"),
         (broken(of_first(segmentation=None)), "annotation 0 has segmentation None"),
         (broken(of_first(segmentation=[[1, 2, 3, 4, 5]])), "no list of x, y"),
         (broken(of_first(segmentation=[[1, 2, 3, float("nan"), 5, 6]])), "no list of x, y"),
         (broken(of_first(segmentation=[[1, 2, 3, 4, 5, 10**400]])), "no list of x, y"),
         (broken(of_first(segmentation=[[1, 2, 3, 1e9, 5, 6]])), "far beyond its image"),
+        (broken(of_first(segmentation=[[1, 2, 3, 2 * WIDTH + 1, 5, 6]])), "from 1 to 121, far beyond its image"),
+        (broken(of_first(segmentation=[[1, 2, 3, -WIDTH - 1, 5, 6]])), "from -61 to 6, far beyond its image"),
+        (broken(of_first(iscrowd=2)), "annotation 0 has iscrowd 2; expected 0 or 1"),
+        (broken(of_first(area=float("nan"))), "annotation 0 has area nan"),
         (broken(of_first(segmentation={"size": [4, 4], "counts": [16]})), r"size \[4, 4\]; expected \[40, 60\]"),
         (broken(of_first(segmentation=UNCOMPRESSED | {"counts": [5, 5]})), "do not make up"),
         (broken(of_first(segmentation=UNCOMPRESSED | {"counts": [-5, HEIGHT * WIDTH + 5]})), "do not make up"),
         (broken(of_first(segmentation=COMPRESSED | {"counts": COMPRESSED["counts"][:-1]})), "do not make up"),
         (broken(of_first(segmentation=COMPRESSED | {"counts": "~" * 40})), "do not make up"),
+        (broken(of_first(segmentation=COMPRESSED | {"counts": BELOW})), "do not make up"),
+        (broken(of_first(segmentation=COMPRESSED | {"counts": "p[2"})), "do not make up"),  # P[2 would be right
+        (broken(of_first(segmentation=COMPRESSED | {"counts": COMPRESSED["counts"] + "P"})), "do not make up"),
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else "",
 )
@@ -184,6 +211,54 @@ def test_masks_and_boxes_go_with_the_picture(stored, scale):
         1 if scale[1] == 1 else 20
     )
     assert images[0, 1][1]["boxes"].shape == (0, 4)
+
+
+def test_how_large_a_picture_becomes_and_which_part_of_it_is_kept(stored, tmp_path):
+    """The longer side is the size times the scale; what exceeds the size is cut, anywhere within the picture."""
+    data = stored(GOOD)
+    ys, xs = np.mgrid[:HEIGHT, :WIDTH]
+    Image.fromarray(np.stack([xs * 4, ys * 6, xs * 0], -1).astype(np.uint8)).save(tmp_path / "0.png")
+
+    def pictures(*scale, epochs=60):
+        images = TrainingImages(data, size=64, scale=scale, seed=3, limit=0)
+        return [images[epoch, 1][0].numpy().astype(int) for epoch in range(epochs)]
+
+    assert {image.shape for image in pictures(0.5, 0.5, epochs=3)} == {(3, 21, 32)}
+    assert {image.shape for image in pictures(1.2, 1.2, epochs=3)} == {(3, 51, 64)}
+    longest = [max(image.shape) for image in pictures(0.3, 0.9)]
+    assert 19 <= min(longest) <= 22 and 54 <= max(longest) <= 58 and 35 < np.mean(longest) < 42
+    first, flipped = [], []
+    for image in pictures(2.0, 2.0):  # 30 x 30 of 60 x 40 pixels
+        assert image.shape == (3, 64, 64)
+        across, down = image[0, 0], image[1, :, 0]
+        flipped.append(across[0] > across[-1])
+        across = across[::-1] if flipped[-1] else across
+        assert all(
+            (np.diff(ramp) >= 0).all() and np.ptp(ramp) >= 0.9 * 29 * per for ramp, per in ((across, 4), (down, 6))
+        )
+        first.append([round(across[0] / 4), round(down[0] / 6)])
+    assert 15 < sum(flipped) < 45
+    (left, top), (right, bottom) = np.min(first, 0), np.max(first, 0)
+    assert left <= 2 and 28 <= right <= 30 and (top, bottom) == (0, 10)
+
+
+def test_pictures_are_made_smaller_as_pillow_does(stored, tmp_path):
+    data = stored(GOOD)
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (HEIGHT, WIDTH, 3), dtype=np.uint8))
+    noise.save(tmp_path / "0.png")
+    expected = np.asarray(noise.resize((15, 10), Image.Resampling.BILINEAR)).astype(float).transpose(2, 0, 1)
+    trained = TrainingImages(data, size=15, scale=(1, 1), seed=3, limit=0)[0, 1][0].numpy()
+    position, whole, reason = EvaluationImages(data, size=15)[1]
+    assert (position, reason) == (1, "") and np.abs(whole.numpy() - expected).mean() < 0.6
+    assert min(np.abs(image - expected).mean() for image in (trained, trained[:, :, ::-1])) < 0.6
+
+    Image.new("RGB", (60, 1)).save(tmp_path / "0.png")
+    whole = copy.deepcopy(GOOD)
+    whole["images"][1]["height"] = 1
+    (tmp_path / "thin.json").write_text(json.dumps(whole))
+    thin = CocoData(tmp_path / "thin.json", tmp_path)
+    assert EvaluationImages(thin, size=15)[1][1].shape == (3, 1, 15)
+    assert TrainingImages(thin, size=15, scale=(1, 1), seed=3, limit=0)[0, 1][0].shape == (3, 1, 15)
 
 
 def test_images_that_cannot_be_read_are_named(stored, tmp_path):
@@ -250,20 +325,3 @@ def test_bad_images_give_the_same_batches_known_or_not(scenes, tmp_path):
             for path in data.paths if share else []:
                 (data.root / path).write_bytes(b"no image")
             list(loader(data, 5, max_bad=share).batches(0, 2))
-
-
-def test_scenes_are_what_their_annotations_say(tmp_path):
-    places = make_scenes(tmp_path / "scenes", train=16, evaluation=8)
-    data = CocoData(*places["train"])
-    assert list(data.categories.values()) == list(KINDS) and data.unusable == 0
-    counts = [len(data.objects(position)) for position in range(16)]
-    assert counts[7] == counts[15] == 0 and sum(counts) > 16
-    for position in range(16):
-        image, (_, masks) = data.read(position).float(), data.masks(position)
-        for mask, one in zip(masks.bool(), data.objects(position), strict=True):
-            assert mask.sum() == one["area"]
-            assert image[:, mask].std() > 2 * image[:, ~masks.bool().any(0)].std()  # a pattern before a soft background
-    places_again = make_scenes(tmp_path / "again", train=16, evaluation=8)
-    assert all(
-        a[0].read_bytes() == b[0].read_bytes() for a, b in zip(places.values(), places_again.values(), strict=True)
-    )

@@ -4,6 +4,7 @@ import pytest
 import timm
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from transfer.detection.pyramid import GLOBAL_BLOCKS, STRIDES, SimpleFeaturePyramid, WindowAttention
 from transfer.pretrained import load_encoder
@@ -18,22 +19,33 @@ def encoder(seed=0, **more):
     return vit
 
 
-@pytest.mark.parametrize("patch", [2, 8, 16, 32])
-def test_each_level_has_its_stride_and_looks_at_its_place(patch):
+@pytest.mark.parametrize("patch, size", [(1, 32), (2, 64), (8, 64), (16, 128), (32, 64)])
+def test_each_level_has_its_stride_and_looks_at_its_place(patch, size):
     """A change in one patch of the features changes a level there, and no further than a 3 x 3 convolution reaches."""
     torch.manual_seed(0)
-    pyramid = SimpleFeaturePyramid(encoder(img_size=64, patch_size=patch), width=16)
-    maps = pyramid(torch.randn(2, 3, 64, 64))
+    pyramid = SimpleFeaturePyramid(encoder(img_size=size, patch_size=patch), width=16)
+    maps = pyramid(torch.randn(2, 3, size, size))
     assert list(maps) == ["0", "1", "2", "3", "pool"]
-    assert [tuple(level.shape) for level in maps.values()] == [(2, 16, n, n) for n in (16, 8, 4, 2, 1)]
-    grid = 64 // patch
+    sides = [size // stride for stride in STRIDES]
+    assert [tuple(level.shape) for level in maps.values()] == [(2, 16, n, n) for n in (*sides, -(-sides[-1] // 2))]
+    assert torch.equal(maps["pool"], maps["3"][:, :, ::2, ::2])
+    for level, stride in zip(pyramid.levels, STRIDES, strict=True):
+        steps = max(0, (patch // stride).bit_length() - 1)  # of a factor of two; each halves the width
+        finer = [(layer.in_channels, layer.out_channels) for layer in level if type(layer) is nn.ConvTranspose2d]
+        assert finer == [(192 >> n, 192 >> n + 1) for n in range(steps)]
+        assert [layer.kernel_size for layer in level if type(layer) is nn.MaxPool2d] == [stride // patch] * (
+            stride > patch
+        )
+        assert sum(type(layer) is nn.GELU for layer in level) == max(0, steps - 1)
+        assert [layer.kernel_size[0] for layer in level if type(layer) is nn.Conv2d] == [1, 3]
+    grid = size // patch
     features = torch.randn(1, 192, grid, grid)
     row, column = grid - 1, grid // 2
     changed = features.clone()
     changed[:, :, row, column] += 100
     for level, stride in zip(pyramid.levels, STRIDES, strict=True):
         difference = (level(features) - level(changed)).abs().amax((0, 1))
-        assert difference.shape == (64 // stride,) * 2
+        assert difference.shape == (size // stride,) * 2
         seen = torch.zeros_like(difference, dtype=torch.bool)
         (top, bottom), (left, right) = (
             (at * patch // stride, (at * patch + patch - 1) // stride) for at in (row, column)
