@@ -18,14 +18,8 @@ from run.ranks import Ranks
 from run.session import named, open_output
 from transfer.detection.batches import CocoLoader
 from transfer.detection.precision import evaluate, table
-from transfer.detection.training import (
-    RECIPES,
-    DetectionConfig,
-    DetectorTraining,
-    learning_rate,
-    new_detector,
-    open_data,
-)
+from transfer.detection.recipes import RECIPES, DetectionConfig, learning_rate
+from transfer.detection.training import DetectorTraining, new_detector, open_data
 
 
 def main(arguments: list[str]) -> None:

@@ -16,18 +16,9 @@ from model import create_encoder, timm_arguments
 from model.encoder import sincos_position_embedding
 from model.export import export_encoder
 from run.ranks import Ranks
+from transfer.detection.recipes import RECIPES, SPLITS, DetectionConfig, learning_rate
 from transfer.detection.scenes import make_scenes
-from transfer.detection.training import (
-    FIGURES,
-    RECIPES,
-    SPLITS,
-    DetectionConfig,
-    DetectorTraining,
-    learning_rate,
-    new_detector,
-    new_optimizer,
-    open_data,
-)
+from transfer.detection.training import DetectorTraining, new_detector, new_optimizer, open_data
 
 pytest.importorskip("pycocotools")
 
@@ -164,7 +155,7 @@ def test_a_step_is_that_of_adamw_on_the_sum_of_the_losses():
         training.load_state_dict(copy.deepcopy(begun))
         training.ranks = Ranks(rank, 1, 1, ALONE.device)
         figures, finite = training.step(images, targets, step)
-        assert finite and len(figures) == len(FIGURES)
+        assert finite and len(figures) == len(DetectorTraining.FIGURES)
         assert figures[0].item() == pytest.approx(sum(figures[1:]).item(), rel=1e-5)
         losses.append(figures[0].item())
         assert not any(parameter.grad is not None for parameter in training.detector.parameters())
@@ -175,7 +166,9 @@ def test_a_step_is_that_of_adamw_on_the_sum_of_the_losses():
     words = np.random.SeedSequence([(-9) % 2**64, 2, 0]).generate_state(1, np.uint64)
     torch.manual_seed(int(words[0]))
     parts = other.detector.train()([image / 255 for image in images], targets)
-    assert dict(zip(FIGURES[1:], figures[1:], strict=True)) == pytest.approx({k: v.item() for k, v in parts.items()})
+    assert dict(zip(DetectorTraining.FIGURES[1:], figures[1:], strict=True)) == pytest.approx(
+        {k: v.item() for k, v in parts.items()}
+    )
     sum(parts.values()).backward()
     gradients = [parameter.grad for parameter in other.detector.parameters() if parameter.grad is not None]
     norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()

@@ -1,0 +1,112 @@
+"""What a run of detect.py consists of: one frozen dataclass, and the recipes as sets of its defaults.
+
+The schedule is that of ViTDet (arXiv 2203.16527): a short warm-up, then a tenth of the rate after 8/9 and a hundredth
+after 26/27 of the steps.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from run.recipes import RunConfig, check
+
+from .pyramid import STRIDES
+
+
+@dataclass(frozen=True)
+class DetectionConfig(RunConfig):
+    """Train Mask R-CNN on a pretrained encoder, on data in COCO's format, and measure its average precision.
+
+    A recipe gives every other option its default; `--recipe NAME --help` shows the defaults of that recipe.
+    """
+
+    recipe: Literal["toy", "coco"] = "toy"
+    """Where the defaults of all other options come from."""
+    encoder: str = "none"
+    """A run, its encoder.safetensors, a model in timm's hub layout or a checkpoint of timm; none: a new encoder."""
+    model: str | None = None
+    """The encoder as timm names it, for checkpoints that do not say it and for a new one; its default there is ViT-T
+    (toy) or ViT-B of 16 pixels a patch."""
+    patch_size: int = 0
+    """Pixels a side of a patch of a new encoder; 0 takes the model's own."""
+    depth: int = 0
+    """Transformer blocks of a new encoder; 0 takes the model's own."""
+    train_annotations: Path | None = None
+    """Instances to train on, as JSON in COCO's format. Default: a generated dataset."""
+    train_images: Path | None = None
+    """The folder of their images."""
+    eval_annotations: Path | None = None
+    """Instances for the average precision at the end."""
+    eval_images: Path | None = None
+    """The folder of their images."""
+    output: Path = Path("runs/detect")
+    """Folder for checkpoints, metrics and detections; a run that is found there is continued."""
+    workers: int = 4
+    """Processes a rank that read images; 0 reads them in the program itself."""
+
+    image_size: int = 1024
+    """Pixels a side of the square into which images are fitted."""
+    scale: tuple[float, float] = (0.1, 2.0)
+    """How much larger than that square images are made in training, at random, before it is cut out of them."""
+    window: int = 16
+    """Patches a side of the windows to which all but four blocks confine their attention; 0: none."""
+    width: int = 256
+    """Channels of the pyramid and the heads."""
+    proposals: int = 1000
+    """Regions a image that the second stage looks at; half as many are sampled in training."""
+
+    weight_decay: float = 0.1
+    """Of AdamW; not on biases, norms, positions and tokens."""
+    layer_decay: float = 0.7
+    """Factor of the learning rate from a layer of the encoder to the one below it; 1: none."""
+    drop_path: float = 0.1
+    """Share of the residual branches left out in the last block, in training; less in those before it."""
+    warmup_steps: int = 250
+    """Optimizer steps of linear warm-up."""
+    clip: float = 1.0
+    """Largest norm of the gradient; what is longer is scaled down to it."""
+
+    PROGRAM: ClassVar[str] = "detect.py"
+    FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (
+        *RunConfig.FREE_ON_RESUME, "train_annotations", "train_images", "eval_annotations", "eval_images", "workers",
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("width", "clip"):
+            check(0 < getattr(self, name) < math.inf, self, name, "a number above 0")
+        for name in ("patch_size", "depth", "workers", "window", "warmup_steps"):
+            check(getattr(self, name) >= 0, self, name, "0 or more")
+        coarsest = STRIDES[-1]
+        whole = self.image_size > 0 and self.image_size % coarsest == 0
+        check(whole, self, "image_size", f"a multiple of {coarsest}")
+        check(0 < self.scale[0] <= self.scale[1] < math.inf, self, "scale", "two numbers above 0, the smaller first")
+        check(self.proposals >= 2, self, "proposals", "2 or more")
+        check(0 < self.layer_decay <= 1, self, "layer_decay", "a number above 0 and up to 1")
+        check(0 <= self.drop_path < 1, self, "drop_path", "a share from 0 up to, not including, 1")
+        for split in SPLITS:
+            both = [getattr(self, f"{split}_{what}") is None for what in ("annotations", "images")]
+            if both[0] != both[1]:
+                raise ValueError(f"--{split}-annotations, --{split}-images: expected both or neither")
+        if self.eval_annotations is not None and self.train_annotations is None:
+            raise ValueError("--eval-annotations without --train-annotations: expected both or neither")
+
+
+SPLITS = ("train", "eval")
+RECIPES = {
+    "toy": DetectionConfig(
+        patch_size=8, depth=4, batch_size=4, workers=0, checkpoint_every=200, log_every=50, image_size=128,
+        scale=(0.8, 1.25), window=0, width=64, proposals=64, lr=5e-4, weight_decay=0.05, layer_decay=1.0,
+        drop_path=0.0, warmup_steps=50,
+    ),
+    "coco": DetectionConfig(recipe="coco", epochs=100, checkpoint_every=1000, log_every=50, lr=1e-4),
+}  # fmt: skip
+NEW = {"toy": "vit_tiny_patch16_224", "coco": "vit_base_patch16_224"}  # where neither an encoder nor a model is named
+
+
+def learning_rate(config: DetectionConfig, step: int, steps: int) -> float:
+    """That of optimizer step number ``step``, from 0, of ``steps``."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    return config.lr * (1 if step < steps * 8 // 9 else 0.1 if step < steps * 26 // 27 else 0.01)
