@@ -146,6 +146,8 @@ def test_kept_patches_are_the_floor_of_the_share():
     assert plan_patches(RECIPES["cifar-vit-b"]) == (2, (16, 16), 64)
     a_third = dataclasses.replace(RECIPES["toy"], keep_ratio=0.3, groups=3)
     assert plan_patches(a_third)[2] == 19
+    one = dataclasses.replace(RECIPES["toy"], keep_ratio=1 / 64, groups=64)
+    assert plan_patches(one)[2] == 1
     for ratio, groups in ((0.27, 4), (0.5, 3), (0.001, 1)):
         with pytest.raises(ValueError, match=r"expected"):
             plan_patches(dataclasses.replace(RECIPES["toy"], keep_ratio=ratio, groups=groups))

@@ -44,6 +44,7 @@ def test_a_step_moves_both_networks():
     training, loaded = Training(CONFIG, CPU), batch()
     chosen = training.sample(loaded, 0)
     assert chosen.shape == (2, 4, 4, training.keep)
+    assert not Training(dataclasses.replace(CONFIG, fsdp=True), CPU).flat.sharded  # one rank has nobody to share with
     before = {name: value.clone() for name, value in training.network.named_parameters()}
     (loss, similarity, spread), finite = training.step(loaded.views, chosen[:, :, 0], 0.5)
     assert loss > 0 and -1 <= similarity <= 1 and 0 < spread < 1 and finite
