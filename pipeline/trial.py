@@ -82,19 +82,19 @@ class Decoder:
         raise Died(signal.Signals(-process.returncode).name)
 
 
-def killers(batches, **how) -> dict:
+def killers(batches, *, decoder=None, **how) -> dict:
     """{file: by what it ends a decoder} of the files in lists of files, which are decoded one list after the other.
 
     Each is found alone or, if it takes a large batch, by halving, in batches filled up with copies. Where several end a
-    decoder only together, none is named. ``how``: the arguments of ``Decoder``.
+    decoder only together, none is named. ``how``: the arguments of ``Decoder``, or of a class like it, ``decoder``.
     """
 
     def death(batches):
         """(position, how) of the batch at which a new process dies, or None."""
-        with Decoder(**how) as decoder:
+        with (decoder or Decoder)(**how) as alive:
             for position, batch in enumerate(batches):
                 try:
-                    decoder.decode(batch)
+                    alive.decode(batch)
                 except Died as died:
                     return position, str(died)
         return None
