@@ -87,10 +87,10 @@ def check(index: Index, processes: int) -> Found:
             return samples, here.decoder.decode(files), {}
         except trial.Died as died:
             by = trial.killers([files], batch=_FILES)
-            bad = {i: f"ends the decoder ({by[file]})" for i, file in zip(samples, files, strict=True) if file in by}
+            bad = {i: by[file] for i, file in zip(samples, files, strict=True) if file in by}
             if not bad:
                 first = printable(index.paths[samples[0]])
-                return [], [], dict.fromkeys(samples, f"ends the decoder ({died}) with others, {first} and following")
+                return [], [], dict.fromkeys(samples, f"{died}, with others ({first} and following)")
             others, answers, more = read([i for i in samples if i not in bad])
             return others, answers, bad | more
 

@@ -28,7 +28,7 @@ _FORMATS = {b"\xff\xd8": "JPEG", b"\x89P": "PNG", b"BM": "BMP", b"RI": "WebP", b
 
 
 class Died(Exception):
-    """A file, or several, ended the decoder; says by what."""
+    """A file, or several, ended the decoder, or kept it for ever; says how."""
 
 
 class Decoder:
@@ -67,7 +67,9 @@ class Decoder:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(files).encode() + b"\n")
             self._process.stdin.flush()
-        ready, _, _ = select.select([self._process.stdout], [], [], seconds)
+        ready = select.poll()
+        ready.register(self._process.stdout, select.POLLIN)
+        ready = ready.poll(1000 * seconds)
         answer = self._process.stdout.readline() if ready else b""
         if answer.endswith(b"\n"):
             return json.loads(answer)
@@ -76,14 +78,14 @@ class Decoder:
             process.wait()
         self.close()
         if not ready:
-            raise Died(f"hangs for {seconds:.0f} s")
+            raise Died(f"hangs the decoder for {seconds:.0f} s")
         if -process.returncode not in _CRASHES:
             raise RuntimeError(f"a process that decodes has ended by itself (exit code {process.returncode})")
-        raise Died(signal.Signals(-process.returncode).name)
+        raise Died(f"ends the decoder: {signal.Signals(-process.returncode).name}")
 
 
 def killers(batches, *, decoder=None, **how) -> dict:
-    """{file: by what it ends a decoder} of the files in lists of files, which are decoded one list after the other.
+    """{file: how it ends a decoder} of the files in lists of files, which are decoded one list after the other.
 
     Each is found alone or, if it takes a large batch, by halving, in batches filled up with copies. Where several end a
     decoder only together, none is named. ``how``: the arguments of ``Decoder``, or of a class like it, ``decoder``.

@@ -89,16 +89,16 @@ def _known(config: ImagesConfig, ranks: Ranks, index: Index) -> dict[int, str]:
 
 
 def _killers(config: ImagesConfig, ranks: Ranks, index: Index, batches: list[list[int]]) -> dict[int, str]:
-    """Which of the samples that were in flight end a decoder, and by what; said in a line."""
+    """Which of the samples that were in flight end a decoder, and how; said in a line."""
     place = {index.place(sample): sample for batch in batches for sample in batch}
-    how = {"batch": max(map(len, batches), default=1), "threads": ranks.threads(config.threads)}
+    how = {"batch": max([1, *map(len, batches)]), "threads": ranks.threads(config.threads)}
     how["device_id"] = ranks.device.index if ranks.device.type == "cuda" else None
     try:
         by = trial.killers([[index.place(sample) for sample in batch] for batch in batches], **how)
     except RuntimeError as error:
         print(f"the run before has ended without a word; what it was decoding was not tried: {error}", flush=True)
         return {}
-    bad = {place[where]: f"ends the decoder ({how})" for where, how in by.items()}
+    bad = {place[where]: reason for where, reason in by.items()}
     these = f"these are left out from now on: {named((index.paths[s], why) for s, why in bad.items())}"
     tried = f"of the {len(place):,} images that it was decoding"
     print(f"the run before has ended without a word; {tried}, {these if bad else 'none ends a decoder'}", flush=True)

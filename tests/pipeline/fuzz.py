@@ -297,11 +297,11 @@ def fuzz(first, count, say=lambda done, findings: None):
                 result = reader.decode(seeds)
             except trial.Died as died:
                 by = trial.killers([seeds], decoder=Reader, batch=BATCH, seconds=120)
-                findings |= {seed: f"the process dies: {how}" for seed, how in by.items()}
+                findings |= by
                 if by:
                     pending.append([seed for seed in seeds if seed not in by])
                 else:
-                    findings[seeds[0]] = f"the process died ({died}) of numbers {seeds}, and did not again"
+                    findings[seeds[0]] = f"{died}, once, of numbers {seeds}"
                 continue
             for seed, (reason, said) in zip(seeds, result, strict=True):
                 admitted += reason is None or reason.startswith("decoder: ")

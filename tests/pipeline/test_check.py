@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tarfile
 
 import numpy as np
 import pytest
@@ -30,8 +31,11 @@ def data(tmp_path):
 
 def test_what_is_there_is_reported_and_what_is_bad_is_known_to_the_run(data, tmp_path, capsys):
     output, report = tmp_path / "run", tmp_path / "report.json"
-    assert main([str(data), "--processes", "1"]) == 0  # and leaves nothing behind
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["data"]
+    with tarfile.open(tmp_path / "all.tar", "w") as tar:
+        tar.add(data, "")
+    assert main([str(tmp_path / "all.tar"), "--processes", "1"]) == 0  # and leaves nothing behind
+    assert "22 of 22 files are good" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["all.tar", "data"]
     (data / "a" / "cut.jpg").write_bytes((data / "a" / "cut.jpg").read_bytes()[:-400])
     (data / "b" / "text.jpg").write_text("text")
     (data / "b" / "killer.jpg").write_bytes(jpeg(1, 6))

@@ -61,7 +61,7 @@ def test_who_ends_a_decoder_is_found_and_nobody_else(tmp_path):
         try:
             decoder.decode([good, killer])
         except trial.Died as died:
-            assert str(died) == "SIGSEGV"
+            assert str(died) == "ends the decoder: SIGSEGV"
         else:
             pytest.skip("this version of DALI survives it")
         assert decoder.decode([good])[0][-1] == pixels  # by another process
@@ -117,10 +117,10 @@ def test_a_run_that_died_names_the_file_to_the_next_one(data, tmp_path, capsys):
     for _ in range(2):  # once found it is known, with no checkpoint to remember it
         now, bad, tests = open_data(config, ALONE)
         assert now.fingerprint == index.fingerprint and not place.exists()
-        assert bad == {now.paths.index("b/17.jpg"): "ends the decoder (SIGSEGV)"}
-        assert len(tests) == 35 and tests.rejected == {"b/17.jpg": "ends the decoder (SIGSEGV)"}
+        assert bad == {now.paths.index("b/17.jpg"): "ends the decoder: SIGSEGV"}
+        assert len(tests) == 35 and tests.rejected == {"b/17.jpg": "ends the decoder: SIGSEGV"}
     said = capsys.readouterr().out
-    assert said.count("\n") == 1 and "b/17.jpg: ends the decoder (SIGSEGV)" in said
+    assert said.count("\n") == 1 and "b/17.jpg: ends the decoder: SIGSEGV" in said
     shutil.copy(data / "b" / "19.jpg", killer)  # repaired
     assert open_data(config, ALONE)[1] == {}
 
