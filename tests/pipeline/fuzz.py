@@ -5,9 +5,9 @@ python -m tests.pipeline.fuzz --write 1234 FILE        the file of a finding
 
 A file is made of its number: a small picture, taken apart into segments, chunks or tags, which are doubled, left out,
 exchanged, lengthened and rewritten, and put together again, with lengths and checksums that fit or do not. What the
-index admits (``headers.header``) is decoded three times: in a batch with others, alone, and in a batch of those that
-decode, with other bytes in unused memory. A finding is a process that dies or hangs, pixels of another size than the
-index has, and pixels that are not the same each time.
+index admits (``headers.read_headers``) is decoded three times: in a batch with others, alone, and in a batch of those
+that decode, with other bytes in unused memory. A finding is a process that dies or hangs, pixels of another size than
+the index has, and pixels that are not the same each time.
 """
 
 import argparse
@@ -231,10 +231,20 @@ PICTURES = pictures()
 # ---- The process that may die
 
 
-def answers(reader, header, seeds):
+def scanned(read_headers, data):
+    """What the index knows of a file: [height, width], or why it is rejected."""
+    descriptor = os.memfd_create("picture")
+    try:
+        os.write(descriptor, data)
+        return read_headers("/", [f"proc/self/fd/{descriptor}"])[0]
+    finally:
+        os.close(descriptor)
+
+
+def answers(reader, read_headers, seeds):
     """For each number (reason of the index or None, finding or None)."""
     files = [(seed, mutated(seed)[1]) for seed in seeds]
-    sizes = {seed: header(io.BytesIO(data)) for seed, data in files}
+    sizes = {seed: scanned(read_headers, data) for seed, data in files}
     contents = {seed: np.frombuffer(data, np.uint8) for seed, data in files if isinstance(sizes[seed], list)}
     small = [seed for seed in contents if np.prod(sizes[seed]) <= LARGE]
     reader.decode([contents[seed] for seed in small])
@@ -273,7 +283,7 @@ def serve():
     Image.warnings.simplefilter("ignore")
     reader = trial._Files(BATCH, 2, None)
     for line in sys.stdin:
-        print(json.dumps(answers(reader, headers.header, json.loads(line))), file=out, flush=True)
+        print(json.dumps(answers(reader, headers.read_headers, json.loads(line))), file=out, flush=True)
 
 
 # ---- The program
