@@ -342,7 +342,7 @@ def main(arguments):
         for seed in findings.keys() - told:
             print(f"{seed}: {mutated(seed)[0]}: {findings[seed]}", flush=True)
         told.update(findings)
-        if done % (BATCH * 32) == 0:
+        if done and done % (BATCH * 32) == 0:
             print(f"{done:,} of {options.files:,} files", file=sys.stderr, flush=True)
 
     findings, admitted, decoded = fuzz(options.seed * 1_000_000, options.files, say)
