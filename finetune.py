@@ -10,7 +10,7 @@ import json
 from model.export import export_encoder
 from pipeline import Index
 from run import program
-from run.images import open_data, open_loader
+from run.images import open_data, open_loader, record
 from run.loop import Loop, running
 from run.ranks import Ranks
 from run.recipes import learning_rate
@@ -99,7 +99,9 @@ def described(description: dict) -> str:
 
 def score(config: TuneConfig, tuning: Tuning, evaluation: Index, classes, loop: Loop, *, last: bool = False) -> dict:
     """Accuracy on all evaluation images, said and recorded. For all ranks."""
-    scores, bad = evaluate(tuning, evaluation, classes, threads=loop.ranks.threads(config.threads))
+    ranks = loop.ranks
+    place = record(config, ranks, "evaluation")
+    scores, bad = evaluate(tuning, evaluation, classes, threads=ranks.threads(config.threads), record=place)
     left_out = evaluation.left_out(bad)
     figures = ", ".join(f"{name} {value:.2f} %" for name, value in scores.items() if name.startswith("top"))
     loop.record({**scores, "left_out": len(left_out)})

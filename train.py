@@ -7,7 +7,7 @@ torchrun --nproc-per-node 8 train.py --recipe imagenet-vit-s --data FOLDER --out
 from model.export import export_encoder
 from pipeline import Index
 from run import program
-from run.images import open_data, open_loader
+from run.images import open_data, open_loader, record
 from run.loop import Loop, running
 from run.ranks import Ranks
 from run.recipes import RECIPES, Config, learning_rate
@@ -66,7 +66,8 @@ def score(config: Config, encoders: dict, index: Index, evaluation: Index, loop:
     try:
         scores = knn.compare(
             encoders, index, evaluation, bank=bank, queries=max(1, bank // 4), mean=config.mean, std=config.std,
-            device=device, threads=loop.ranks.threads(config.threads),
+            device=device, threads=loop.ranks.threads(config.threads), known_bad=loop.loader.bad,
+            record=record(config, loop.ranks, "evaluation"),
         )  # fmt: skip
     except ValueError as error:  # a whole training does not end without its encoder for that
         loop.say(f"no k-NN accuracy: {error}")

@@ -47,6 +47,24 @@ class Index:
         path = self.paths[i]
         return path if path.startswith("s3://") else os.path.join(self.root, path)
 
+    def place(self, i: int) -> tuple[str, int, int]:
+        """Where the bytes of image i are: the path of a file or a URI, offset, and their number, -1 for all."""
+        if not self.shards:
+            return self.file(i), 0, -1
+        shard, offset, length = self.places[i].tolist()
+        return os.path.join(self.root, self.shards[shard]), offset, length
+
+    def without(self, bad: dict[int, str]) -> "Index":
+        """This index, with the samples ``bad``, {sample: reason}, among the rejected; those behind them move up."""
+        if not bad:
+            return self
+        kept = [i for i in range(len(self)) if i not in bad]
+        rejected = self.rejected | {self.paths[i]: reason for i, reason in bad.items()}
+        places = None if self.places is None else self.places[kept]
+        paths = [self.paths[i] for i in kept]
+        arrays = {"labels": self.labels[kept], "sizes": self.sizes[kept], "places": places}
+        return dataclasses.replace(self, paths=paths, rejected=rejected, **arrays)
+
     def left_out(self, bad: dict[int, str]) -> dict[str, str]:
         """{file: reason} of all that an evaluation by classes leaves out where the samples ``bad``, {sample: reason},
         cannot be used."""

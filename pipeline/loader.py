@@ -6,12 +6,13 @@ import dataclasses
 import functools
 import itertools
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from pipeline import graph, stream
+from pipeline import graph, inflight, stream
 from pipeline.headers import printable
 from pipeline.index import Index
 
@@ -53,7 +54,7 @@ class Loader:
     Batch b belongs to epoch b // batches_per_epoch; an incomplete last batch of an epoch is dropped. What a batch holds
     depends on its number, the seed, the index and the augmentation only. ``bad`` names the samples found undecodable so
     far and why. Raises ValueError for sizes that do not divide and, while iterating, TooManyBadFiles when more than
-    ``max_bad`` of the index is bad.
+    ``max_bad`` of the index is bad. ``record``: a file that names the samples in flight as long as there are any.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Loader:
         rank: int = 0,
         ranks: int = 1,
         max_bad: float = 0.05,
+        record: Path | None = None,
     ):
         if batch_size < 1 or batch_size % ranks:
             raise ValueError(f"batch size {batch_size}: expected a positive multiple of the {ranks} ranks")
@@ -78,7 +80,7 @@ class Loader:
                 "--batch-size"
             )
         self.index, self.augmentation, self.seed = index, augmentation, seed
-        self.device, self.max_bad = torch.device(device), max_bad
+        self.device, self.max_bad, self.record = torch.device(device), max_bad, record
         self.batches_per_epoch = len(index) // batch_size
         self.bad: dict[int, str] = {}
         self._batch_size, self._per_rank, self._rank = batch_size, batch_size // ranks, rank
@@ -89,7 +91,9 @@ class Loader:
     def batches(self, first: int, last: int):
         """Yield Batch number first, ..., last - 1. Close the iterator (or drop it) to stop early."""
         numbers = range(first, last)
-        decoded = _decoded(self.index, self._plan, numbers, self._views, self._graph, self.device, self._found)
+        decoded = _decoded(
+            self.index, self._plan, numbers, self._views, self._graph, self.device, self._found, self.record
+        )
         for plan, views in decoded:
             arrays = plan.drawn.boxes, plan.drawn.flips, plan.sample, self.index.labels[plan.sample]
             yield Batch(views, *(_to(array, self.device) for array in arrays))
@@ -127,13 +131,13 @@ class Loader:
 
 def evaluation_batches(
     index: Index, samples: np.ndarray, *, image_size: int, batch_size: int, device, threads: int,
-    bad: dict[int, str] | None = None,
+    bad: dict[int, str] | None = None, record: Path | None = None,
 ):  # fmt: skip
     """Yield (images uint8 [b,S,S,3], sample int64 [b], label int64 [b]) on the device, every sample once and in order.
 
     The shorter side is resized to 8/7 of S and the centre cut out; below 64 pixels, where images are as small as that
     themselves, the whole image is resized to S x S. The last batch may be smaller; files that do not decode are left
-    out and noted in ``bad`` {sample: reason}.
+    out and noted in ``bad`` {sample: reason}. ``record``: as of ``Loader``.
     """
     samples, device = np.asarray(samples, np.int64), torch.device(device)
     bad = {} if bad is None else bad
@@ -148,7 +152,8 @@ def evaluation_batches(
 
     settings = {"image_size": image_size, "batch_size": batch_size, "threads": threads}
     numbers = range(-(-len(samples) // batch_size))
-    for planned, (images,) in _decoded(index, plan, numbers, (graph.View(),), settings, device, bad.update):
+    decoded = _decoded(index, plan, numbers, (graph.View(),), settings, device, bad.update, record)
+    for planned, (images,) in decoded:
         yield images, _to(planned.sample, device), _to(index.labels[planned.sample], device)
 
 
@@ -159,19 +164,21 @@ class _Plan:
     drawn: Any = None  # as its augmentation draws: boxes, flips
 
 
-def _decoded(index, plan, numbers, views, settings, device, found):
+def _decoded(index, plan, numbers, views, settings, device, found, record):
     """Run the plans of a range of numbers through the graph: yield (plan, uint8 tensors [B,H,W,3] on the device).
 
     A failed batch is taken apart: ``found`` gets {sample: reason} of the files that do not decode, and a new pipeline
     (4 ms on the CPU) goes on at that batch, which is planned again, as are those that were in flight behind it.
+    ``record``: None or a file for ``inflight.Record``.
     """
     gpu = device.type == "cuda"
     device_id = (torch.cuda.current_device() if device.index is None else device.index) if gpu else None
     retried = False
-    with index.open() or contextlib.nullcontext() as shards:
+    recorded = inflight.Record(record, index.fingerprint) if record else contextlib.nullcontext()
+    with index.open() or contextlib.nullcontext() as shards, recorded:
         while True:
             planned = collections.deque()  # what is in flight: (number, plan)
-            source = _source(index, shards, plan, numbers, planned)
+            source = _source(index, shards, plan, numbers, planned, recorded.note if record else None)
             pipeline = graph.pipeline(source, views, device_id=device_id, files=shards is None, **settings)
             while True:
                 try:
@@ -191,8 +198,9 @@ def _decoded(index, plan, numbers, views, settings, device, found):
                 yield planned.popleft()[1], tuple(torch.from_dlpack(output.as_tensor()) for output in outputs)
 
 
-def _source(index, shards, plan, numbers, planned):
-    """The function that feeds the graph: each call plans a number, notes it in ``planned`` and skips empty plans."""
+def _source(index, shards, plan, numbers, planned, note):
+    """The function that feeds the graph: each call plans a number, notes it in ``planned`` and skips empty plans.
+    ``note``, if any, is told its samples."""
     remaining = iter(numbers)
 
     def source():
@@ -201,6 +209,8 @@ def _source(index, shards, plan, numbers, planned):
             sample = current.sample.tolist()
             if sample:
                 planned.append((number, current))
+                if note:
+                    note(current.sample)
                 if shards:
                     return shards.batch(sample), *current.feeds
                 return [np.frombuffer(os.fsencode(index.file(s)), np.uint8) for s in sample], *current.feeds

@@ -1,15 +1,16 @@
 """Opening a run's images: what there is to train on, and to measure accuracy on."""
 
+import contextlib
 from pathlib import Path
 
 import numpy as np
 
-from pipeline import Index, Loader
+from pipeline import Index, Loader, inflight, known, trial
 from pipeline.toy import make_toy
 
 from .ranks import Ranks
 from .recipes import ImagesConfig
-from .session import CHANGED, KEPT, check_folder, check_share
+from .session import CHANGED, INFLIGHT, KEPT, check_folder, check_share, lock, named
 
 # The embedded dataset: generated once, then shared by all runs of a checkout.
 TOY = Path(__file__).resolve().parent.parent / "runs" / "toy-data"
@@ -22,7 +23,7 @@ def open_data(
     images; the same on all ranks. ValueError if more than ``max_bad`` of the files are no images.
 
     ``labelled``: training needs the classes, so they have to be the same in both, by name, and an image without one is
-    a bad one.
+    a bad one. Where a run before this one has ended without a word, first the files that it was decoding are tried.
     """
 
     def scan() -> tuple[Index, dict[int, str], Index | None]:
@@ -42,6 +43,7 @@ def open_data(
             lost = set(changes["gone"] + changes["changed"])
             bad = {i: CHANGED for i, path in enumerate(kept.paths) if path in lost}
             index = kept
+        bad |= _known(config, ranks, index)
         if labelled:
             if not index.classes:
                 raise ValueError(
@@ -52,6 +54,7 @@ def open_data(
         if evaluation is None:
             return index, bad, None
         tests = Index.scan(evaluation, cache=cache / "eval.npz")
+        tests = tests.without(_known(config, ranks, tests))
         unknown = sorted(set(tests.classes) - set(index.classes))
         if unknown or not tests.classes:
             got = f"classes that are not in {training}: {', '.join(unknown[:5])}" if unknown else "no labels"
@@ -67,12 +70,50 @@ def open_data(
     return ranks.on_first(scan)
 
 
+def record(config: ImagesConfig, ranks: Ranks, reader: str) -> Path:
+    """Where one of the readers of this rank keeps its record of what is in flight."""
+    return config.output / INFLIGHT / f"{reader}-{ranks.rank}"
+
+
+def _known(config: ImagesConfig, ranks: Ranks, index: Index) -> dict[int, str]:
+    """The samples that are known to be bad, and why. They are tried first where there is a record of them in flight,
+    which an orderly end would have removed; what ends the decoder is said, and kept."""
+    file = config.output / "index" / known.FILE
+    records = list((config.output / INFLIGHT).glob("*"))
+    found = {path: inflight.suspects(path, index.fingerprint, len(index)) for path in records}
+    found = {path: batches for path, batches in found.items() if batches is not None}
+    with contextlib.suppress(ValueError):  # in use by another process: opening the folder says so
+        if found:
+            lock(config.output)
+            known.add(file, index, _killers(config, ranks, index, [batch for part in found.values() for batch in part]))
+            for path in found:
+                path.unlink()
+    return known.read(file, index)
+
+
+def _killers(config: ImagesConfig, ranks: Ranks, index: Index, batches: list[list[int]]) -> dict[int, str]:
+    """Which of the samples that were in flight end a decoder, and how; said in a line."""
+    place = {index.place(sample): sample for batch in batches for sample in batch}
+    how = {"batch": max([1, *map(len, batches)]), "threads": ranks.threads(config.threads)}
+    how["device_id"] = ranks.device.index if ranks.device.type == "cuda" else None
+    try:
+        by = trial.killers([[index.place(sample) for sample in batch] for batch in batches], **how)
+    except RuntimeError as error:
+        print(f"the run before has ended without a word; what it was decoding was not tried: {error}", flush=True)
+        return {}
+    bad = {place[where]: reason for where, reason in by.items()}
+    these = f"these are left out from now on: {named((index.paths[s], why) for s, why in bad.items())}"
+    tried = f"of the {len(place):,} images that it was decoding"
+    print(f"the run before has ended without a word; {tried}, {these if bad else 'none ends a decoder'}", flush=True)
+    return bad
+
+
 def open_loader(config: ImagesConfig, ranks: Ranks, index: Index, bad: dict[int, str], *, image_size: int) -> Loader:
     """This rank's batches of what ``open_data`` has returned; ValueError for sizes that do not divide."""
     loader = Loader(
         index, config.augmentation, image_size=image_size, batch_size=config.batch_size, seed=config.seed,
         device=ranks.device, threads=ranks.threads(config.threads), rank=ranks.rank, ranks=ranks.count,
-        max_bad=config.max_bad,
+        max_bad=config.max_bad, record=record(config, ranks, "train"),
     )  # fmt: skip
     loader.bad.update(bad)
     return loader

@@ -51,6 +51,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(undisturbed, photos, tmp_pa
     running.send_signal(number)
     said, _ = running.communicate(timeout=60)
     assert running.returncode == STOPPED == 75 and "stopped on request after step" in said
+    assert not list((tmp_path / "run" / "inflight").iterdir())
     train(photos, tmp_path / "run", "--eval-data", photos, *MORE)
     assert metrics(tmp_path / "run") == metrics(undisturbed[0])
     one, other = ((output / "encoder.safetensors").read_bytes() for output in (undisturbed[0], tmp_path / "run"))

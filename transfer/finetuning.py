@@ -162,12 +162,13 @@ def seed_everything(seed: int, step: int, rank: int) -> None:
 
 @torch.inference_mode()
 def evaluate(
-    tuning: Tuning, index: Index, classes: tuple[str, ...], *, threads: int, batch_size: int = 256
+    tuning: Tuning, index: Index, classes: tuple[str, ...], *, threads: int, batch_size: int = 256, record=None
 ) -> tuple[dict[str, float], dict[int, str]]:
     """Top-1 and, with more than 5 classes, top-5 accuracy in percent, and {sample: reason} of what was left out.
 
     Each image of ``index`` counts once, whichever rank has it; labels are matched with ``classes`` by name. All ranks
-    have to call it. Keys: "top1", "top5", "top1_ema", "top5_ema", "eval_images".
+    have to call it. Keys: "top1", "top5", "top1_ema", "top5_ema", "eval_images". ``record``: as of
+    ``pipeline.evaluation_batches``.
     """
     ranks, networks = tuning.ranks, tuning.networks()
     translated = torch.from_numpy(index.labels_among(classes)).to(ranks.device)
@@ -179,8 +180,9 @@ def evaluate(
     for network in networks.values():
         network.eval()
     batches = evaluation_batches(
-        index, samples, image_size=size, batch_size=batch_size, device=ranks.device, threads=threads, bad=bad
-    )
+        index, samples, image_size=size, batch_size=batch_size, device=ranks.device, threads=threads, bad=bad,
+        record=record,
+    )  # fmt: skip
     for images, _, labels in batches:
         images, truth = tuning.normalised(images), translated[labels][:, None]
         seen += len(images)

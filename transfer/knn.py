@@ -1,6 +1,7 @@
 """k-nearest-neighbour accuracy of frozen encoders: what they are worth without any training on top."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -19,11 +20,13 @@ def subset(index: Index, size: int) -> np.ndarray:
 
 
 @torch.inference_mode()
-def features(encoders: Sequence, index: Index, samples: np.ndarray, *, mean, std, device, threads: int, bad=None):
+def features(
+    encoders: Sequence, index: Index, samples: np.ndarray, *, mean, std, device, threads: int, bad=None, record=None
+):
     """Normalised features of whole images, one float32 [n, D] per encoder, and their labels int64 [n], on the device.
 
     Each image is decoded once for all encoders; those that cannot be decoded are left out and noted in ``bad`` {sample:
-    reason}, ValueError if none can.
+    reason}, ValueError if none can. ``record``: as of ``pipeline.evaluation_batches``.
     """
     height, width = encoders[0].patch_embed.grid_size
     training = [encoder.training for encoder in encoders]
@@ -35,7 +38,7 @@ def features(encoders: Sequence, index: Index, samples: np.ndarray, *, mean, std
     for encoder in encoders:
         encoder.eval()
     batches = evaluation_batches(
-        index, samples, image_size=height * patch, batch_size=64, device=device, threads=threads, bad=bad
+        index, samples, image_size=height * patch, batch_size=64, device=device, threads=threads, bad=bad, record=record
     )
     half = device.type == "cuda"
     for images, _, label in batches:
@@ -72,15 +75,20 @@ def accuracy(
     return 100 * right / len(labels)
 
 
-def compare(encoders: dict[str, nn.Module], index: Index, evaluation: Index, *, bank: int, queries: int, **how) -> dict:
+def compare(
+    encoders: dict[str, nn.Module], index: Index, evaluation: Index, *, bank: int, queries: int,
+    known_bad: Mapping[int, str] = MappingProxyType({}), **how,
+) -> dict:  # fmt: skip
     """k-NN accuracy of several encoders on the same images.
 
-    ``queries`` images of ``evaluation`` are asked against ``bank`` images of ``index``. ``how``: the further
+    ``queries`` images of ``evaluation`` are asked against ``bank`` images of ``index``, of which ``known_bad``,
+    {sample: reason}, are known not to decode. ``how``: the further
     arguments of ``features``. Classes are matched by their names. Images that do not decode are left out: "knn_bad"
     names them, and all files that the index of the evaluation has rejected.
     """
-    networks, bad, bad_queries = list(encoders.values()), {}, {}
-    known, known_labels = features(networks, index, subset(index, bank), bad=bad, **how)
+    networks, bad_queries, chosen = list(encoders.values()), {}, subset(index, bank)
+    bad = {i: known_bad[i] for i in chosen.tolist() if i in known_bad}
+    known, known_labels = features(networks, index, chosen, bad=bad, **how)
     asked, labels = features(networks, evaluation, subset(evaluation, queries), bad=bad_queries, **how)
     translated = torch.from_numpy(evaluation.labels_among(index.classes)).to(labels.device)
     scores = {"knn_bank": len(known_labels), "knn_queries": len(labels)}

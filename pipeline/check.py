@@ -1,0 +1,208 @@
+"""Decodes every image of a data set once, and says what there is: what is bad, and sizes, formats, classes, duplicates.
+
+python -m pipeline.check DATA --output RUN --json report.json
+
+DATA is what ``--data`` of the programs takes. Processes that may die of a file do the decoding, on the CPU, one a core.
+With ``--output`` the run in that folder, also one that is not begun yet, leaves out what was found here. Exit code: 0
+if all is well, 1 if there are bad files, 2 if there is nothing to check.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import itertools
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from pipeline import known, trial
+from pipeline.headers import printable
+from pipeline.index import Index
+
+_FILES, _PIXELS = 16, 40_000_000  # of a batch: 120 MB of pixels in each process, or one image
+_QUANTILES = {"min": 0, "5 %": 0.05, "median": 0.5, "95 %": 0.95, "max": 1}
+_SHOWN = 10
+
+
+def main(arguments: list[str]) -> int:
+    """Checks the data that a command line names; the exit code."""
+    about, _, more = __doc__.partition("\n\n")
+    how = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("pipeline.check", description=about, epilog=more, formatter_class=how)
+    parser.add_argument("data", type=_path, help="a folder of images, a list of paths and labels, or tar shards")
+    parser.add_argument("--output", type=_path, metavar="RUN", help="output folder of the run that is to know of it")
+    parser.add_argument("--json", type=_path, metavar="FILE", help="write the report to a file, all of it")
+    parser.add_argument("--processes", type=int, default=0, metavar="N", help="default: one for each core")
+    options = parser.parse_args(arguments)
+    processes = options.processes or len(os.sched_getaffinity(0))
+    try:
+        if options.processes < 0:
+            raise ValueError(f"--processes {options.processes}: expected 1 or more")
+        index = Index.scan(options.data, cache=options.output and options.output / "index" / "train.npz")
+        found = check(index, processes)
+        report = describe(index, found)
+        if options.output:
+            known.add(options.output / "index" / known.FILE, index, found.bad)
+        if options.json:
+            options.json.write_text(json.dumps(report, indent=1) + "\n")
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"pipeline.check: {error}", file=sys.stderr)
+        return 2
+    Console().print(shown(report), highlight=False, markup=False, soft_wrap=True)
+    return 1 if report["bad"] else 0
+
+
+def _path(text):
+    if not text:  # of a variable that is not set
+        raise argparse.ArgumentTypeError("expected a name, got nothing")
+    return Path(text)
+
+
+class Found:
+    """What n images hold."""
+
+    def __init__(self, images: int):
+        self.bad: dict[int, str] = {}  # what does not decode
+        self.unread: dict[int, str] = {}  # what could not be read this time
+        self.formats = collections.Counter()
+        self.digests = np.zeros((images, 16), np.uint8)  # of the bytes of each file; 0 where there are none
+
+
+def check(index: Index, processes: int) -> Found:
+    """Decodes all images, by so many processes. RuntimeError if they do not work."""
+    found, here, decoders = Found(len(index)), threading.local(), []
+
+    def read(samples):
+        if not hasattr(here, "decoder"):
+            here.decoder = trial.Decoder(batch=_FILES)
+            decoders.append(here.decoder)
+        files = [index.place(i) for i in samples]
+        try:
+            return samples, here.decoder.decode(files), {}
+        except trial.Died as died:
+            by = trial.killers([files], batch=_FILES)
+            bad = {i: by[file] for i, file in zip(samples, files, strict=True) if file in by}
+            if not bad:
+                first = printable(index.paths[samples[0]])
+                return [], [], dict.fromkeys(samples, f"{died}, with others ({first} and following)")
+            others, answers, more = read([i for i in samples if i not in bad])
+            return others, answers, bad | more
+
+    console = Console(stderr=True)
+    columns = TextColumn("decoding"), BarColumn(32), MofNCompleteColumn(), TimeRemainingColumn()
+    pool = concurrent.futures.ThreadPoolExecutor(processes)
+    try:
+        with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+            task = bar.add_task("", total=len(index))
+            batches = _batches(index)
+            parts = iter(lambda: list(itertools.islice(batches, 256 * processes)), [])  # not all of them at once
+            for samples, answers, bad in itertools.chain.from_iterable(pool.map(read, part) for part in parts):
+                found.bad.update(bad)
+                for i, (reason, size, digest, kind, _) in zip(samples, answers, strict=True):
+                    if digest is None:
+                        found.unread[i] = reason
+                        continue
+                    found.formats[kind] += 1
+                    found.digests[i] = np.frombuffer(bytes.fromhex(digest), np.uint8)
+                    expected = index.sizes[i].tolist()
+                    if not reason and size != expected:
+                        reason = f"decodes as {size[0]}x{size[1]}; its header says {expected[0]}x{expected[1]}"
+                    if reason:
+                        found.bad[i] = reason
+                bar.advance(task, len(samples) + len(bad))
+    finally:
+        pool.shutdown(cancel_futures=True)
+        for decoder in decoders:
+            decoder.close()
+    return found
+
+
+def _batches(index):
+    """Lists of samples that are decoded together, in order."""
+    batch, pixels = [], 0
+    for i, size in enumerate(index.sizes.astype(np.int64).prod(1).tolist()):
+        if batch and (len(batch) == _FILES or pixels + size > _PIXELS):
+            yield batch
+            batch, pixels = [], 0
+        batch.append(i)
+        pixels += size
+    yield batch
+
+
+def describe(index: Index, found: Found) -> dict:
+    """The report, as it is written."""
+    bad = index.rejected | {index.paths[i]: reason for i, reason in sorted((found.bad | found.unread).items())}
+    counts = np.bincount(index.labels[index.labels >= 0], minlength=len(index.classes)).tolist()
+    sides = {"height": index.sizes[:, 0], "width": index.sizes[:, 1], "pixels": index.sizes.astype(np.int64).prod(1)}
+    sizes = {side: {name: int(np.quantile(of, q)) for name, q in _QUANTILES.items()} for side, of in sides.items()}
+    groups = _duplicates(found.digests)
+    mixed = sum(len(set(index.labels[group].tolist())) > 1 for group in groups)
+    return {
+        "data": str(index.root),
+        "files": len(index) + len(index.rejected),
+        "good": len(index) - len(found.bad | found.unread),
+        "bad": len(bad),
+        "reasons": dict(collections.Counter(bad.values()).most_common()),
+        "formats": dict(found.formats.most_common()),
+        "sizes": sizes,
+        "classes": dict(zip(index.classes, counts, strict=True)),
+        "unlabelled": int((index.labels < 0).sum()),
+        "duplicates": {
+            "groups": len(groups),
+            "copies": sum(len(group) - 1 for group in groups),
+            "groups_of_several_classes": mixed,
+            "largest": [[index.paths[i] for i in group] for group in groups[:100]],
+        },
+        "bad_files": bad,
+    }
+
+
+def _duplicates(digests):
+    """Lists of samples that have the same bytes, the largest first."""
+    there = np.flatnonzero(digests.any(1))
+    names = np.ascontiguousarray(digests[there]).view("V16").ravel()
+    order = np.argsort(names, kind="stable")
+    starts = np.flatnonzero(np.r_[True, names[order][1:] != names[order][:-1]]) if len(order) else []
+    groups = [part.tolist() for part in np.split(there[order], starts[1:]) if len(part) > 1]
+    return sorted(groups, key=lambda group: (-len(group), group))
+
+
+def shown(report: dict) -> str:
+    """The report for the screen."""
+    classes, duplicates = report["classes"], report["duplicates"]
+    lines = [f"{report['data']}: {report['good']:,} of {report['files']:,} files are good, {report['bad']:,} bad"]
+    lines += [f"  {count:,}  {reason}" for reason, count in _first(report["reasons"].items())]
+    named = ((path, reason) for path, reason in report["bad_files"].items())
+    lines += [f"bad: {printable(path)}: {reason}" for path, reason in _first(named)]
+    lines += ["formats: " + ", ".join(f"{count:,} {kind}" for kind, count in report["formats"].items())]
+    for side, of in report["sizes"].items():
+        lines += [f"{side}: " + ", ".join(f"{name} {value:,}" for name, value in of.items())]
+    if classes:
+        (most, many), (least, few) = (pick(classes.items(), key=lambda item: item[1]) for pick in (max, min))
+        ends = f"from {few:,} images ({printable(least)}) to {many:,} ({printable(most)})"
+        lines += [f"classes: {len(classes):,}, {ends}"]
+    if report["unlabelled"]:
+        lines += [f"without a class: {report['unlabelled']:,}"]
+    lines += [
+        f"duplicates: {duplicates['groups']:,} images have {duplicates['copies']:,} copies of the same bytes; "
+        f"{duplicates['groups_of_several_classes']:,} of them in several classes"
+    ]
+    lines += [f"  {len(group):,}  {', '.join(map(printable, group[:3]))}" for group in duplicates["largest"][:_SHOWN]]
+    return "\n".join(lines)
+
+
+def _first(items):
+    return list(items)[:_SHOWN]
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)
