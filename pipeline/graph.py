@@ -14,13 +14,27 @@ itself: every parameter comes with the batch. Facts it relies on (DALI 2.4; the 
   bytes are errors. A damaged JPEG 2000 can kill the process, so the index takes none.
 """
 
+import collections
+import concurrent.futures
 import dataclasses
 import errno
 import math
+import os
+import re
 
 import numpy as np
 
 _LUMA = np.array([0.299, 0.587, 0.114])  # ITU-R BT.601, as Pillow and torchvision weigh grey
+# Why a file cannot be read although nothing may be wrong with it: what network file systems say of their servers, and
+# what a process has run out of. EREMOTEIO and EREMOTE are those of ``fetch``.
+MAY_PASS = frozenset({
+    errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH,
+    errno.ETIMEDOUT, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.ESHUTDOWN, errno.EREMOTEIO,
+    errno.EAGAIN, errno.EBUSY, errno.EMFILE, errno.ENFILE, errno.ENOMEM,
+})  # fmt: skip
+# What is said of one file as well as of all of them, where credentials have expired.
+UNCLEAR = frozenset({errno.EREMOTE, errno.EACCES, errno.EPERM, errno.EKEYEXPIRED})
+_AHEAD = 16  # files read at a time, as ``probe`` does
 _WIDEST = 300  # pixels: radius of the blur at the largest sigma that an Augmentation takes
 
 
@@ -124,6 +138,7 @@ def pipeline(source, views, *, image_size, batch_size, threads, device_id, files
     """
     from nvidia.dali import fn, pipeline_def
 
+    _hush()
     gpu = device_id is not None
     gpu_form = gpu if gpu_form is None else gpu_form
     inputs = 1 + sum(2 + view.inputs for view in views)
@@ -196,7 +211,8 @@ def decode(encoded, gpu):
 
 
 def probe(images, device_id):
-    """Decode each image alone, as the graph does: yields None for a good one, the reason for a bad one.
+    """Decode each image alone, as the graph does: yields None for a good one, the reason for a bad one, and for one
+    that cannot be read now the OSError, with an ``errno`` of ``MAY_PASS`` or ``UNCLEAR``.
 
     An image is its path, or a function that returns its file (uint8 [bytes]) or raises OSError.
     """
@@ -206,12 +222,11 @@ def probe(images, device_id):
     def graph():
         return decode(fn.external_source(name="encoded", batch=True), device_id is not None)
 
+    _hush()
     alone = graph()
-    for image in images:
-        try:
-            encoded = image() if callable(image) else np.fromfile(image, np.uint8)
-        except OSError as error:
-            yield error.strerror
+    for encoded in _read(images):
+        if isinstance(encoded, OSError):
+            yield encoded if encoded.errno in MAY_PASS | UNCLEAR else encoded.strerror
             continue
         try:
             if encoded.size:
@@ -224,8 +239,38 @@ def probe(images, device_id):
             yield "does not decode (truncated or corrupt)" if its_own else f"does not decode ({said})"
 
 
+def _read(images):
+    """The file of each image, or the OSError, in order. Some are read ahead: a slow store takes as long for several as
+    for one. Not all: each may be large."""
+
+    def read(image):
+        try:
+            if callable(image):
+                return image()
+            with open(image, "rb") as file:  # not numpy, for which a file ends where reading it fails
+                return np.frombuffer(file.read(), np.uint8)
+        except OSError as error:
+            return error
+
+    pool, ahead = concurrent.futures.ThreadPoolExecutor(_AHEAD), collections.deque()
+    try:
+        for image in images:
+            ahead.append(pool.submit(read, image))
+            if len(ahead) == _AHEAD:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
 def fetch(uri):
-    """The file behind a URI, as DALI reads it: uint8 [bytes]; OSError if it cannot be had."""
+    """The file behind an s3:// URI, as DALI reads it: uint8 [bytes].
+
+    OSError if it cannot be had: EREMOTEIO for no connection, no answer in time or a part of one, and what the server
+    says of the content; EREMOTE for what it says before. DALI asks for the size first, and an answer to that has no
+    body in which S3 could say what is wrong: no such object, no such bucket, a 403 and a 500 all look alike.
+    """
     from nvidia.dali import fn, pipeline_def
 
     @pipeline_def(batch_size=1, num_threads=1, device_id=None, prefetch_queue_depth=1)
@@ -233,10 +278,25 @@ def fetch(uri):
         return fn.io.file.read(fn.external_source(name="name", batch=True), dont_use_mmap=True)
 
     try:
-        (content,) = graph().run(name=[np.frombuffer(uri.encode(), np.uint8)])
+        (content,) = graph().run(name=[np.frombuffer(os.fsencode(uri), np.uint8)])
     except RuntimeError as error:
-        raise OSError(errno.EIO, _cause(error)) from None
+        said = str(error).partition("encountered:")[2].partition("Current pipeline object")[0]
+        said = re.sub(r"S3 Object not found\. bucket=.*? object=.*?:\n", "", said, flags=re.DOTALL).strip(" :\n")
+        if said.startswith("No response body"):
+            raise OSError(errno.EREMOTE, "not found, forbidden or out of order: S3 does not say which") from None
+        line = said.splitlines()[0].rpartition("; Details: ")[2] if said else "an error of the server"
+        raise OSError(errno.EREMOTEIO, line) from None
     return np.array(content.as_tensor())[0]
+
+
+def _hush():
+    """Of what is printed for each file that does not decode, leave out the half that is OpenCV's.
+
+    nvImageCodec, which loads OpenCV for some formats, prints the other half, and nothing turns that off: its level has
+    no value below that of errors, and the stream that it writes to is that of the whole process. Called before a graph
+    is built, not in one: DALI would rewrite it and log that, environment and all.
+    """
+    os.environ.setdefault("OPENCV_LOG_LEVEL", "OFF")
 
 
 def _cause(error):

@@ -6,6 +6,8 @@ import dataclasses
 import functools
 import itertools
 import os
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,12 @@ from pipeline.headers import printable
 from pipeline.index import Index
 
 _BAD_FLOOR = 20  # so many bad files are allowed however few there are
+# Seconds that one batch may wait for files which cannot be read. The other ranks wait with it, and after 600 s NCCL
+# takes their process groups down: by then, this rank has to have said why.
+_PATIENCE = 480
+_PAUSES = 1, 30  # seconds: the first pause between two attempts, which doubles up to the last
+_LOOKS = 3  # so often a file that nothing is clearly said of fails, while others can be read, before it is a bad one
+_OTHERS = 9  # one of which is that file
 
 
 def bad_limit(files: int, share: float) -> int:
@@ -53,8 +61,10 @@ class Loader:
 
     Batch b belongs to epoch b // batches_per_epoch; an incomplete last batch of an epoch is dropped. What a batch holds
     depends on its number, the seed, the index and the augmentation only. ``bad`` names the samples found undecodable so
-    far and why. Raises ValueError for sizes that do not divide and, while iterating, TooManyBadFiles when more than
-    ``max_bad`` of the index is bad. ``record``: a file that names the samples in flight as long as there are any.
+    far and why. A file that cannot be read for a reason that may pass is none of them but waited for. Raises ValueError
+    for sizes that do not divide and, while iterating, TooManyBadFiles when more than ``max_bad`` of the index is bad,
+    and OSError when such a file cannot be read for too long. ``record``: a file that names the samples in flight as
+    long as there are any.
     """
 
     def __init__(
@@ -137,7 +147,8 @@ def evaluation_batches(
 
     The shorter side is resized to 8/7 of S and the centre cut out; below 64 pixels, where images are as small as that
     themselves, the whole image is resized to S x S. The last batch may be smaller; files that do not decode are left
-    out and noted in ``bad`` {sample: reason}. ``record``: as of ``Loader``.
+    out and noted in ``bad`` {sample: reason}. Files that cannot be read for now are waited for; ``record``: both as of
+    ``Loader``.
     """
     samples, device = np.asarray(samples, np.int64), torch.device(device)
     bad = {} if bad is None else bad
@@ -168,12 +179,12 @@ def _decoded(index, plan, numbers, views, settings, device, found, record):
     """Run the plans of a range of numbers through the graph: yield (plan, uint8 tensors [B,H,W,3] on the device).
 
     A failed batch is taken apart: ``found`` gets {sample: reason} of the files that do not decode, and a new pipeline
-    (4 ms on the CPU) goes on at that batch, which is planned again, as are those that were in flight behind it.
-    ``record``: None or a file for ``inflight.Record``.
+    (4 ms on the CPU) goes on at that batch, which is planned again, as are those that were in flight behind it. OSError
+    where files cannot be read for too long. ``record``: None or a file for ``inflight.Record``.
     """
     gpu = device.type == "cuda"
     device_id = (torch.cuda.current_device() if device.index is None else device.index) if gpu else None
-    retried = False
+    retried, outage = False, _Outage()
     recorded = inflight.Record(record, index.fingerprint) if record else contextlib.nullcontext()
     with index.open() or contextlib.nullcontext() as shards, recorded:
         while True:
@@ -187,15 +198,48 @@ def _decoded(index, plan, numbers, views, settings, device, found, record):
                     return
                 except RuntimeError as error:
                     number, failed = planned[0]
-                    bad = _probe(index, shards, failed.sample, device_id)
+                    bad = _probe(index, shards, failed.sample, device_id, outage)
                     if not bad and retried:
-                        said = f"batch {number} fails, but each of its images decodes alone: {error}"
-                        raise RuntimeError(said) from error
+                        if shards is None and "io.file.read" not in str(error):
+                            said = f"batch {number} fails, but each of its images decodes alone: {error}"
+                            raise RuntimeError(said) from error
+                        outage.wait(f"batch {number}", "each of its images can be read alone")
                     found(bad)
                     numbers, retried = range(number, numbers.stop), not bad
                     break
                 retried = False
+                outage.over()
                 yield planned.popleft()[1], tuple(torch.from_dlpack(output.as_tensor()) for output in outputs)
+
+
+class _Outage:
+    """The time in which files of a batch cannot be read; its beginning and its end are said on stderr."""
+
+    def __init__(self):
+        self.what = None
+
+    def wait(self, what, why):
+        """Wait a while, longer each time; OSError where that has been long enough."""
+        now = time.monotonic()
+        if self.what is None:
+            self.what, self.since, self.pause = what, now, _PAUSES[0]
+            self._say(f"{what} cannot be read ({why}); trying again for at most {_PATIENCE / 60:.2g} minutes")
+        left = self.since + _PATIENCE - now
+        if left <= 0:
+            # Without an errno, by which programs know a full disk.
+            raise OSError(f"{what} cannot be read ({why}), nor could it for {_PATIENCE / 60:.2g} minutes")
+        time.sleep(min(self.pause, left))
+        self.pause = min(2 * self.pause, _PAUSES[1])
+
+    def over(self):
+        """All could be read."""
+        if self.what is not None:
+            self._say(f"{self.what} can be read again, after {time.monotonic() - self.since:.0f} s")
+            self.what = None
+
+    @staticmethod
+    def _say(line):
+        print(line, file=sys.stderr, flush=True)
 
 
 def _source(index, shards, plan, numbers, planned, note):
@@ -219,8 +263,8 @@ def _source(index, shards, plan, numbers, planned, note):
     return source
 
 
-def _probe(index, shards, sample, device_id):
-    """{sample: reason} of the images that do not decode."""
+def _probe(index, shards, sample, device_id, outage):
+    """{sample: reason} of the images that do not decode or are not there; those that cannot be read are waited for."""
 
     def image(s):
         if shards:
@@ -228,9 +272,39 @@ def _probe(index, shards, sample, device_id):
         path = index.file(s)
         return functools.partial(graph.fetch, path) if path.startswith("s3://") else path
 
-    sample = sample.tolist()
-    reasons = graph.probe(map(image, sample), device_id)
-    return {s: reason for s, reason in zip(sample, reasons, strict=True) if reason}
+    bad, looks, todo = {}, 0, sample.tolist()
+    while todo:
+        unclear = {}
+        with contextlib.closing(graph.probe(map(image, todo), device_id)) as results:
+            for place, (s, result) in enumerate(zip(todo, results, strict=True)):
+                if isinstance(result, OSError):
+                    alone = result.errno in graph.UNCLEAR and (
+                        unclear or None in graph.probe(map(image, _others(index, s)), device_id)
+                    )
+                    if not alone:
+                        outage.wait(printable(index.paths[s]), result.strerror)
+                        looks, todo = 0, [*unclear, *todo[place:]]
+                        break
+                    unclear[s] = result.strerror
+                elif result:
+                    bad[s] = result
+            else:
+                looks, todo = looks + 1, list(unclear)
+                if looks == _LOOKS:
+                    return bad | unclear
+                if unclear:
+                    time.sleep(_PAUSES[0])
+    return bad
+
+
+def _others(index, sample):
+    """A few samples from all over the index that come from the same store as this one."""
+    path = index.paths[sample]
+    remote = path.startswith("s3://")
+    store = "/".join(path.split("/")[:3]) + "/" if remote else ""
+    same = [i for i, p in enumerate(index.paths) if p.startswith(store) and p.startswith("s3://") == remote]
+    start = same.index(sample)
+    return {same[(start + k * len(same) // _OTHERS) % len(same)] for k in range(1, _OTHERS)} - {sample}
 
 
 def _to(array, device):

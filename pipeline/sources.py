@@ -291,9 +291,13 @@ class ShardReader:
     def read(self, sample: int) -> np.ndarray:
         """The file of an image, uint8 [bytes]; OSError where it cannot be read whole."""
         shard, offset, length = self._places[sample].tolist()
-        data = os.pread(self._open(shard), length, offset)
+        try:
+            data = os.pread(self._open(shard), length, offset)
+        except OSError:
+            self._open.cache_clear()  # it may be the descriptor that is stale
+            raise
         if len(data) < length:
-            raise OSError(errno.EIO, "the shard ends before the image does")
+            raise OSError(errno.ENODATA, "the shard ends before the image does")
         return np.frombuffer(data, np.uint8)
 
     def batch(self, samples: list[int]) -> list[np.ndarray]:

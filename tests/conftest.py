@@ -6,6 +6,8 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +47,73 @@ def photos(tmp_path_factory) -> Path:
         folder.mkdir(exist_ok=True)
         photo(number, 40 + number % 5 * 9, 50 + number % 7 * 6).save(folder / f"{number:02}.jpg", quality=92)
     return root
+
+
+class Bucket:
+    """A server on this machine that answers as S3 does, as far as DALI asks: ``files`` {path: content}.
+
+    ``answers`` {method: how} is how it answers instead: with an HTTP status, "nothing", or "part" of the content.
+    """
+
+    def __init__(self):
+        names = {400: "ExpiredToken", 403: "AccessDenied", 404: "NoSuchKey", 500: "InternalError"}
+        self.files, self.answers, self.port = {}, {}, 0
+        bucket = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                content = bucket.files.get(self.path)
+                how = 404 if content is None else bucket.answers.get(self.command, 206)
+                if how == "nothing":
+                    return
+                first, _, last = self.headers.get("Range", "bytes=0-999999").removeprefix("bytes=").partition("-")
+                body = (content or b"")[int(first) : int(last) + 1]
+                if how in names:
+                    body = f"<Error><Code>{names[how]}</Code><Message>text</Message></Error>".encode()
+                self.send_response(206 if how == "part" else how)
+                self.send_header("Content-Type", "application/xml" if how in names else "image/jpeg")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                if self.command == "GET":
+                    self.wfile.write(body[: len(body) // 2] if how == "part" else body)
+
+            do_HEAD = do_GET
+
+            def log_message(self, *_):
+                pass
+
+        self.handler = Handler
+        self.start()
+
+    def start(self):
+        self.server = ThreadingHTTPServer(("127.0.0.1", self.port), self.handler)
+        self.port = self.server.server_port
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def stop(self):
+        """Connections are refused from now on."""
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture(scope="session")
+def server():
+    """The one server of this process: DALI's client keeps the address that it finds at first."""
+    bucket = Bucket()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{bucket.port}")
+        patch.setenv("AWS_MAX_ATTEMPTS", "1")  # it would make three, with pauses
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
+            patch.setenv(name, "true")
+        yield bucket
+    bucket.stop()
+
+
+@pytest.fixture
+def bucket(server) -> Bucket:
+    """An empty bucket that works."""
+    server.files, server.answers = {}, {}
+    return server
 
 
 def run_program(*arguments, check: int | None = 0, ranks: int = 1, **environment) -> subprocess.CompletedProcess:

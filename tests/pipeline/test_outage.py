@@ -1,0 +1,244 @@
+"""What cannot be reached is not what cannot be decoded: it is waited for, said, and never a bad file."""
+
+import errno
+import io
+import os
+import tarfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import photo
+
+from pipeline import Augmentation, Index, Loader, evaluation_batches, graph
+from pipeline import loader as loader_module
+
+N, GONE = 6, 4
+
+
+class Clock:
+    """In place of the module ``time``: time passes in pauses only, in the first of which ``then`` happens."""
+
+    def __init__(self):
+        self.now, self.pauses, self.then = 0.0, [], None
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+        self.pauses.append(seconds)
+        then, self.then = self.then, None
+        if then:
+            then()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(loader_module, "time", clock)
+    return clock
+
+
+def jpeg(i):
+    file = io.BytesIO()
+    photo(i, 40, 50).save(file, "JPEG")
+    return file.getvalue()
+
+
+@pytest.fixture
+def local(tmp_path):
+    """An index of 6 files, of which number 4 has gone since."""
+    for i in range(N):
+        (tmp_path / f"{i:02}.jpg").write_bytes(jpeg(i))
+    index = Index.scan(tmp_path)
+    os.remove(index.file(GONE))
+    return index
+
+
+@pytest.fixture
+def remote(bucket, tmp_path):
+    """An index of 6 objects, of which number 4 is not there, and of 6 files."""
+    bucket.files = {f"/b/{i}.jpg": jpeg(i) for i in range(N) if i != GONE}
+    lines = [f"s3://b/{i}.jpg\t\t40\t50\n" for i in range(N)]
+    for i in range(N):
+        (tmp_path / f"{i}.jpg").write_bytes(jpeg(i))
+        lines.append(f"{i}.jpg\n")
+    (tmp_path / "list.txt").write_text("".join(lines))
+    return Index.scan(tmp_path / "list.txt")
+
+
+def epoch(index):
+    """The first 6 in batches of 3, and the bad files."""
+    bad, how = {}, {"image_size": 16, "batch_size": 3, "device": torch.device("cpu"), "threads": 1}
+    batches = list(evaluation_batches(index, np.arange(N), bad=bad, **how))
+    return [t for images, sample, _ in batches for t in (images, sample)], bad
+
+
+def assert_waited_for(index, clock, begin, end, capfd):
+    """An outage from ``begin``, before the first batch, until ``end`` changes nothing and is said."""
+    expected, bad = epoch(index)
+    assert list(bad) == [GONE]
+    begin()
+    clock.then, clock.pauses = end, []
+    capfd.readouterr()
+    got, found = epoch(index)
+    assert found == bad and all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    said = [line for line in capfd.readouterr().err.splitlines() if "_decoder]" not in line]  # nvImageCodec's own
+    assert len(said) == 2 and " cannot be read (" in said[0] and " can be read again, after 1 s" in said[1], said
+    looks = 2 if index.paths[0].startswith("s3:") else 0  # more, at the one that is not there
+    assert clock.pauses == [1] * (1 + looks)
+
+
+ANSWERS = [
+    {"HEAD": 403}, {"HEAD": 500}, {"HEAD": "nothing"}, {"GET": 400}, {"GET": 403}, {"GET": 500}, {"GET": "nothing"},
+    {"GET": "part"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("answers", ANSWERS, ids=str)
+def test_a_store_that_fails_is_waited_for(bucket, remote, clock, capfd, answers):
+    assert_waited_for(remote, clock, lambda: bucket.answers.update(answers), bucket.answers.clear, capfd)
+
+
+def test_a_store_that_refuses_connections_is_waited_for(bucket, remote, clock, capfd):
+    assert_waited_for(remote, clock, bucket.stop, bucket.start, capfd)
+
+
+def test_a_store_that_stays_away_ends_the_run(bucket, remote, clock, monkeypatch):
+    monkeypatch.setattr(graph, "_AHEAD", 2)
+    how = {"image_size": 16, "batch_size": 3, "seed": 7, "device": torch.device("cpu"), "threads": 1}
+    load = Loader(remote, Augmentation(), **how)
+    bucket.stop()
+    message = r"^s3://b/\d.jpg cannot be read \(.*onnect.*\), nor could it for 8 minutes$"
+    with pytest.raises(OSError, match=message) as caught:
+        list(load.batches(0, 4))
+    bucket.start()
+    assert caught.value.errno is None, "which could be that of a full disk"
+    assert not load.bad and clock.pauses[:7] == [1, 2, 4, 8, 16, 30, 30] and clock.now == 480
+    assert len(list(load.batches(0, 4))) == 4 and list(load.bad) == [GONE], "it goes on"
+
+
+def test_an_object_that_is_back_at_the_second_look_is_good(bucket, remote, clock):
+    content = bucket.files.pop("/b/1.jpg")
+    clock.then = lambda: bucket.files.update({"/b/1.jpg": content})
+    assert list(epoch(remote)[1]) == [GONE]
+
+
+def test_a_store_that_fails_batches_only_is_waited_for(bucket, remote, clock, monkeypatch):
+    """It fails now and then, so that each image can be read but never all of a batch."""
+    monkeypatch.setattr(graph, "probe", lambda images, device: (None for _ in images))
+    bucket.files[f"/b/{GONE}.jpg"] = jpeg(GONE)
+    clock.then = bucket.start
+    bucket.stop()
+    (_, *rest), bad = epoch(remote)
+    assert len(rest) == 3 and not bad and clock.pauses == [1]
+
+
+# ---- Files
+
+
+READING = [errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN, errno.ETIMEDOUT, errno.EACCES]
+
+
+@pytest.mark.parametrize("number", READING, ids=errno.errorcode.get)
+def test_a_file_system_that_fails_is_waited_for(local, clock, capfd, monkeypatch, number):
+    """Its files cannot be opened: moved away, for DALI, and with the true error, for the probe."""
+    away = local.root.with_name("away")
+
+    def fails(path, *_):
+        raise OSError(number, os.strerror(number), path)
+
+    def begin():
+        local.root.rename(away)
+        monkeypatch.setattr(graph, "open", fails, raising=False)
+
+    def end():
+        away.rename(local.root)
+        monkeypatch.delattr(graph, "open")
+
+    assert_waited_for(local, clock, begin, end, capfd)
+
+
+def test_an_error_while_a_file_is_read_is_waited_for(local, clock, capfd):
+    """A real EIO: numpy takes it for the end of the file."""
+    path = Path(local.file(1))
+    content = path.read_bytes()
+
+    def begin():
+        path.unlink()
+        path.symlink_to("/proc/self/mem")
+
+    def end():
+        path.unlink()
+        path.write_bytes(content)
+
+    assert_waited_for(local, clock, begin, end, capfd)
+
+
+def test_what_fails_alone_is_bad_in_the_end(local, clock, monkeypatch):
+    """No permission for one file, while others can be read: it is the file."""
+    os.remove(local.file(1))
+
+    def fails(path, *arguments, opened=open):
+        if path == local.file(1):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return opened(path, *arguments)
+
+    monkeypatch.setattr(graph, "open", fails, raising=False)
+    assert epoch(local)[1] == {1: "Permission denied", GONE: "No such file or directory"}
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE], ids=errno.errorcode.get)
+def test_a_shard_that_fails_is_waited_for_and_opened_anew(tmp_path, clock, capfd, monkeypatch, number):
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for i in range(N):
+            member = tarfile.TarInfo(f"{i}.jpg")
+            content = jpeg(i) if i != GONE else jpeg(i)[:-200]
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    down, stale, pread = [], [], os.pread
+
+    def reads(descriptor, *where):
+        if down or any(descriptor is one for one in stale):
+            stale.append(descriptor)
+            raise OSError(number, os.strerror(number))
+        return pread(descriptor, *where)
+
+    monkeypatch.setattr(os, "pread", reads)
+    assert_waited_for(Index.scan(tmp_path), clock, lambda: down.append(1), down.clear, capfd)
+
+
+# ---- Probing
+
+
+def test_files_are_read_ahead_some_at_a_time_and_judged_in_order(monkeypatch):
+    monkeypatch.setattr(graph, "_AHEAD", 4)
+    begun, most = [], 0
+
+    def image(i):
+        def read():
+            begun.append(i)
+            time.sleep(0.05 if i % 4 else 0.1)
+            if i == 2:
+                raise FileNotFoundError(errno.ENOENT, "gone")
+            return np.frombuffer(b"text" if i == 5 else jpeg(i), np.uint8)
+
+        return read
+
+    start, reasons = time.perf_counter(), []
+    for reason in graph.probe(map(image, range(16)), None):
+        most = max(most, len(begun) - len(reasons))
+        reasons.append(reason)
+    assert time.perf_counter() - start < 0.95, "one after the other they take a second, four at a time 0.4 s"
+    assert [i for i, reason in enumerate(reasons) if reason] == [2, 5] and reasons[2] == "gone"
+    assert most <= 4, "in memory"
+
+
+def test_opencv_is_silent(tmp_path, capfd):
+    photo(0).save(tmp_path / "a.bmp")
+    os.truncate(tmp_path / "a.bmp", 5000)
+    assert list(graph.probe([tmp_path / "a.bmp"], None)) != [None]
+    assert "OpenCV" not in capfd.readouterr().err
