@@ -27,7 +27,7 @@ _MOST_EXIF = 8_000_000  # bytes, in a PNG or WebP: libpng reads no longer chunk
 
 # JPEG: baseline, extended (by Huffman codes) and progressive, of 8 bits. Arithmetic codes decode, but few can write
 # them to show it; lossless ones, hierarchical ones and 12 bits do not. Of 4 components, which are CMYK or YCCK, values
-# are inverted where an Adobe segment of 12 bytes or more says so by being there, as libjpeg has it.
+# are inverted where an Adobe segment says so by being there; not so in a turned one, which OpenCV takes for inverted.
 _JPEG_PROCESSES = {0xC0, 0xC1, 0xC2}
 _JPEG_OTHER = {0xC3: "lossless", 0xC9: "arithmetic", 0xCA: "arithmetic", 0xCB: "lossless arithmetic"}
 _JPEG_COMPONENTS = {1, 3, 4}  # grey; YCbCr, or RGB where the Adobe segment or the components' names say it; CMYK, YCCK
@@ -36,11 +36,12 @@ _JPEG_COMPONENTS = {1, 3, 4}  # grey; YCbCr, or RGB where the Adobe segment or t
 # exact, 16 bits are rounded to 8. Animated ones go wrong where EXIF follows the pixels or their frames are missing.
 _PNG_BITS = {0: (1, 2, 4, 8, 16), 2: (8, 16), 3: (1, 2, 4, 8), 4: (8, 16), 6: (8, 16)}
 
-# TIFF: photometric interpretation, bits, samples. All by the compressions below (JPEG: for 8 bits without a palette),
-# both byte orders, in strips or (not where white is zero) tiles, chunky; RGB of 8 bits also planar, in strips. Not in
-# it, because wrong: white is zero of 16 bits (read as if black were), grey with alpha (every decode is another), RGB of
-# 16 bits planar (likewise), with alpha planar, floats (clipped to 0..1). Because the decoder declines: 2 and 4 bits,
-# signed, 32 bits. 1 bit is left out with them; and Lab, which no two programs read alike.
+# TIFF: photometric interpretation, bits, samples. All by the compressions below, both byte orders, in strips or (not
+# where white is zero) tiles, chunky; RGB of 8 bits also planar, in strips. Not in it, because wrong: white is zero of
+# 16 bits (read as if black were), grey with alpha (every decode is another), RGB of 16 bits planar (likewise), with
+# alpha planar, floats (clipped to 0..1), and of what is turned, which OpenCV reads, tiles and 8 bits with alpha; JPEG
+# inside, where a stream of another size than the TIFF leaves memory to be seen. Because the decoder declines: 2 and
+# 4 bits, signed, 32 bits. 1 bit is left out with them; and Lab, which no two programs read alike.
 _TIFF_KINDS = {
     (0, 8, 1),
     (1, 8, 1),
@@ -51,9 +52,8 @@ _TIFF_KINDS = {
     (2, 16, 4),
     (3, 8, 1),
     (5, 8, 4),
-    (6, 8, 3),  # YCbCr: inside JPEG only
 }
-_TIFF_COMPRESSIONS = {1, 5, 7, 8, 32773, 32946, 50000}  # none, LZW, JPEG, Deflate, PackBits, Deflate, Zstandard
+_TIFF_COMPRESSIONS = {1, 5, 8, 32773, 32946, 50000}  # none, LZW, Deflate, PackBits, Deflate, Zstandard
 _TIFF_PHOTOMETRIC = {0: "white is zero", 1: "black is zero", 2: "RGB", 3: "palette", 5: "CMYK", 6: "YCbCr", 8: "Lab"}
 _TIFF_SAMPLE = {1: "", 2: "signed ", 3: "float "}
 
@@ -166,7 +166,7 @@ def _orientation(block, fault=None):
 
 
 def _jpeg(file):
-    at, frame, exif = 2, None, None
+    at, frame, exif, adobe = 2, None, None, False
     while True:
         marker, size = struct.unpack(">HH", file.at(at, 4))
         kind = marker & 0xFF
@@ -183,6 +183,8 @@ def _jpeg(file):
                 if exif is not None:
                     raise ValueError("two EXIF blocks")
                 exif = file.at(at + 10, size - 8)
+        elif kind == 0xEE:
+            adobe = adobe or (size >= 14 and file.at(at + 4, 5) == b"Adobe")
         elif kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
             if frame:
                 raise ValueError("two frame headers")
@@ -199,7 +201,10 @@ def _jpeg(file):
         raise ValueError(f"JPEG of {components} components is not supported")
     if size != 8 + 3 * components:
         raise ValueError(_DAMAGED)
-    return height, width, 1 if exif is None else _orientation(exif)
+    orientation = 1 if exif is None else _orientation(exif)
+    if components == 4 and orientation > 1 and not adobe:
+        raise ValueError("JPEG of CMYK without an Adobe segment, turned, is not supported")
+    return height, width, orientation
 
 
 # ---- PNG
@@ -290,17 +295,16 @@ def _tiff(file):
         raise ValueError(f"{what}, is not supported")
     if planar != 1 and (planar != 2 or kind != (2, 8, 3) or tile != (0, 0)) and samples > 1:
         raise ValueError(f"{what}, planar, is not supported")
-    inside_jpeg = compression == 7
-    if compression not in _TIFF_COMPRESSIONS or (inside_jpeg and (bits[0] != 8 or photometric == 3)):
+    if compression not in _TIFF_COMPRESSIONS:
         raise ValueError(f"{what}, of compression {compression}, is not supported")
-    if photometric == 6 and not inside_jpeg:
-        raise ValueError(f"{what}, outside of JPEG, is not supported")
     if extra and (kind[::2] != (2, 4) or extra not in ((0,), (2,))):
         raise ValueError(f"{what}, of which some are of kind {extra} (1: premultiplied alpha), is not supported")
     if one(266, 1) != 1 or one(317, 1) not in (1, 2):
         raise ValueError(f"{what}, of another order of bits or predictor, is not supported")
     if tile != (0, 0) and (tile[0] % 16 or tile[1] % 16 or 0 in tile or 278 in tags or photometric == 0):
         raise ValueError(f"{what}, in tiles of {tile[1]} x {tile[0]}, is not supported")
+    if 2 <= orientation <= 8 and (tile != (0, 0) or (bits[0] == 8 and extra == (2,))):
+        raise ValueError(f"{what}, turned, in tiles or with alpha, is not supported")
     if big and order == ">":
         raise ValueError("BigTIFF of the byte order MM is not supported")
     if photometric == 3:

@@ -36,13 +36,12 @@ def read(data: bytes) -> np.ndarray:
 
 def _opened(data, orientation):
     image = Image.open(io.BytesIO(data))
-    if image.format == "TIFF":  # newer versions of Pillow turn it while they load it
+    form, turns = image.format, _UPRIGHT.get(orientation)
+    if form == "TIFF":  # newer versions of Pillow turn it while they load it
         image.info.pop("xmp", None)
-        image = ImageOps.exif_transpose(image)
-    elif orientation > 1:
-        image = image.transpose(_UPRIGHT[orientation])
+        image, turns = ImageOps.exif_transpose(image), None
     if image.mode.startswith("I"):  # 16 bits
         image = Image.fromarray(((np.asarray(image).astype(np.uint32) + 128) // 257).astype(np.uint8))
-    elif image.mode == "CMYK" and image.format in ("JPEG", "MPO") and "adobe_transform" not in image.info:
+    elif image.mode == "CMYK" and form in ("JPEG", "MPO") and "adobe_transform" not in image.info:
         image = ImageChops.invert(image)
-    return image
+    return image.transpose(turns) if turns is not None else image

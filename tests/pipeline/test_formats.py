@@ -19,6 +19,7 @@ RGB, INK = (RNG.integers(0, 256, (3, 5, n), np.uint8).repeat(8, 0).repeat(8, 1) 
 GREY, ALPHA = RGB[..., 0], RGB[..., 1]
 DEEP, BITS = RNG.integers(0, 65536, (H, W, 4)), RNG.integers(0, 256, (H, W))
 PALETTE = RNG.integers(0, 256, (256, 3), np.uint8)
+PRINTED = np.round((255.0 - INK[..., :3]) * (255.0 - INK[..., 3:]) / 255)
 
 
 def shallow(deep):
@@ -55,6 +56,10 @@ def turned(orientation, order="<"):
 
 def jpeg(*blocks, pixels=RGB, **options):
     data = encoded(pixels, "JPEG", **({"quality": 100, "subsampling": 0} | options))
+    return with_segments(data, *blocks)
+
+
+def with_segments(data, *blocks):
     segments = (b"\xff\xe1" + struct.pack(">H", len(block) + 2) + block for block in blocks)
     return data[:2] + b"".join(segments) + data[2:]
 
@@ -156,22 +161,28 @@ XMP = (
 JPEG_XMP = b"http://ns.adobe.com/xap/1.0/\0" + XMP
 
 
-def jpegs():
+def plain_jpegs():
     yield "baseline", jpeg(), RGB, 3
     yield "extended", frame(jpeg(), 1, 0xC1), RGB, 3
     yield "progressive, grey", jpeg(pixels=GREY, progressive=True), GREY, 3
     flat = np.full((H, W, 3), (200, 40, 90), np.uint8)
-    yield "subsampled", jpeg(pixels=flat, subsampling=2), flat, 3
+    yield "progressive, subsampled", jpeg(pixels=flat, subsampling=2, progressive=True), flat, 3
     yield "RGB", encoded(RGB, "JPEG", quality=100, keep_rgb=True), RGB, 3
-    inks = np.round((255.0 - INK[..., :3]) * (255.0 - INK[..., 3:]) / 255)
     cmyk = encoded(INK, "JPEG", "CMYK", quality=100)
     adobe = cmyk.index(b"Adobe")
-    yield "CMYK", cmyk, inks, 4
+    yield "CMYK", cmyk, PRINTED, 4
     other = encoded(255 - INK, "JPEG", "CMYK", quality=100)  # Pillow inverts
-    yield "CMYK without Adobe's segment", other[: adobe - 4] + other[adobe + 12 :], inks, 4
+    yield "CMYK without Adobe", other[: adobe - 4] + other[adobe + 12 :], PRINTED, 4
     ycc = np.asarray(Image.fromarray(INK[..., :3]).convert("YCbCr"))
     ycck = encoded(np.dstack([255 - ycc, INK[..., 3]]), "JPEG", "CMYK", quality=100)
-    yield "YCCK", ycck[: adobe + 11] + b"\2" + ycck[adobe + 12 :], inks, 6
+    yield "YCCK", ycck[: adobe + 11] + b"\2" + ycck[adobe + 12 :], PRINTED, 6
+
+
+def jpegs():
+    for name, data, pixels, off in plain_jpegs():  # what is turned takes another way through the decoder
+        yield name, data, pixels, off
+        if name != "CMYK without Adobe":
+            yield f"{name}, turned", with_segments(data, tagged(turned(6))), upright(pixels, 6), off
     for number in (0, *range(1, 10)):
         expected = upright(RGB, number if 1 <= number <= 8 else 1)
         yield f"orientation {number}", jpeg(tagged(turned(number))), expected, 3
@@ -191,18 +202,10 @@ def pngs():
     for colour, (pixels, kept) in alphas.items():
         deep = DEEP[..., : np.atleast_3d(pixels).shape[2]]
         for interlaced in (False, True):
-            yield (
-                f"{colour} 8 {interlaced}",
-                png(pixels, 8, colour, interlaced=interlaced),
-                (np.atleast_3d(pixels)[..., :kept]),
-                0,
-            )
-            yield (
-                f"{colour} 16 {interlaced}",
-                png(deep, 16, colour, interlaced=interlaced),
-                shallow(deep[..., :kept]),
-                0,
-            )
+            seen = np.atleast_3d(pixels)[..., :kept]
+            yield f"{colour} 8 {interlaced}", png(pixels, 8, colour, interlaced=interlaced), seen, 0
+            seen = shallow(deep[..., :kept])
+            yield f"{colour} 16 {interlaced}", png(deep, 16, colour, interlaced=interlaced), seen, 0
     for bits in (1, 2, 4, 8):
         values = BITS % 2**bits
         yield f"0 {bits}", png(values, bits, 0), values * (255 // (2**bits - 1)), 0
@@ -223,9 +226,9 @@ def tiffs():
         (2, 16, 3): (DEEP[..., :3].astype(np.uint16), shallow(DEEP[..., :3]), 1),
         (2, 8, 4): (np.dstack([RGB, ALPHA]), RGB, 0), (3, 8, 1): (BITS.astype(np.uint8), PALETTE[BITS], 0),
         (2, 16, 4): (DEEP.astype(np.uint16), shallow(DEEP[..., :3]), 1),
-        (5, 8, 4): (INK, np.round((255.0 - INK[..., :3]) * (255.0 - INK[..., 3:]) / 255), 2),
+        (5, 8, 4): (INK, PRINTED, 2),
     }  # fmt: skip
-    assert rows.keys() | {(6, 8, 3)} == formats._TIFF_KINDS
+    assert rows.keys() == formats._TIFF_KINDS
     for (photometric, depth, samples), (pixels, expected, off) in rows.items():
         tags = {320: (3, (PALETTE.T.astype(int) * 257).ravel().tolist())} if photometric == 3 else {}
         tags |= {338: (3, [2])} if (photometric, samples) == (2, 4) else {}
@@ -235,24 +238,19 @@ def tiffs():
             data = tiff(pixels, photometric, order=order, compress=compress, tile=tile, tags=tags)
             yield name, data, expected, off
         yield f"{photometric} {depth} {samples} big", tiff(pixels, photometric, big=True, tags=tags), expected, off
-        if depth == 8 and samples != 4:
-            turn = tags | {274: (3, [6])}
-            yield f"{photometric} turned", tiff(pixels, photometric, tags=turn), upright(expected, 6), off
-    for number in range(1, 9):
-        yield f"orientation {number}", tiff(RGB, 2, tags={274: (4, [number])}), upright(RGB, number), 0
+        if (photometric, depth, samples) == (2, 8, 4):
+            tags = {338: (3, [0])}  # not alpha
+        for number, order in itertools.product(range(1, 9), "<>"):
+            turn = tags | {274: (3 + number % 2, [number])}
+            name = f"{photometric} {depth} {samples} {order} turned {number}"
+            yield name, tiff(pixels, photometric, order=order, tags=turn), upright(expected, number), off
     yield "XMP", tiff(RGB, 2, tags={700: (1, XMP)}), RGB, 0
-    for compress in (None, 8):
-        yield f"planar {compress}", tiff(RGB, 2, planar=2, compress=compress), RGB, 0
-    for name in ("tiff_lzw", "packbits", "zstd", "jpeg"):
-        for pixels in (GREY, RGB):
-            yield (
-                name,
-                encoded(pixels, "TIFF", compression=name, **({"quality": 100} if name == "jpeg" else {})),
-                pixels,
-                4 * (name == "jpeg"),
-            )
-    flat = Image.new("YCbCr", (W, H), (120, 90, 170))
-    yield "YCbCr in JPEG", encoded(np.asarray(flat), "TIFF", "YCbCr", compression="jpeg"), flat.convert("RGB"), 4
+    for compress, number in itertools.product((None, 8), (1, 6)):
+        data = tiff(RGB, 2, planar=2, compress=compress, tags={274: (3, [number])})
+        yield f"planar {compress} {number}", data, upright(RGB, number), 0
+    for name, pixels, number in itertools.product(("tiff_lzw", "packbits", "zstd"), (GREY, RGB), (1, 6)):
+        data = encoded(pixels, "TIFF", compression=name, tiffinfo={274: number})
+        yield f"{name} {number}", data, upright(pixels, number), 0
 
 
 def others():
@@ -385,7 +383,12 @@ def left_out():
     for bits in (1, 2, 4):
         yield f"1 x {bits} bits", tiff(BITS % 2**bits, 1, bits=bits)
     yield "Lab", tiff(RGB, 8)
-    yield "outside of JPEG", tiff(RGB, 6)
+    yield "YCbCr", tiff(RGB, 6)
+    yield "compression 7", encoded(RGB, "TIFF", compression="jpeg")
+    yield "turned", tiff(RGB, 2, tile=(16, 16), tags={274: (3, [6])})
+    yield "turned", tiff(np.dstack([RGB, ALPHA]), 2, tags={338: (3, [2]), 274: (3, [6])})
+    unmarked = next(data for name, data, _, _ in plain_jpegs() if name == "CMYK without Adobe")
+    yield "turned", with_segments(unmarked, tagged(turned(6)))
     yield "compression 34925", encoded(RGB, "TIFF", compression="lzma")
     yield "palette", tiff(BITS.astype(np.uint8), 3, tags={320: (3, PALETTE.T.astype(int).ravel().tolist())})
     yield "palette", tiff(BITS.astype(np.uint8), 3, tags={320: (3, [9999] * 30)})
