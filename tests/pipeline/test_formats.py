@@ -161,6 +161,9 @@ XMP = (
 JPEG_XMP = b"http://ns.adobe.com/xap/1.0/\0" + XMP
 
 
+FRACTIONS = {282: 1, 283: 1, 318: 2, 319: 6, 529: 3, 532: 6}  # tags of EXIF: how many of 8 bytes each
+
+
 def plain_jpegs():
     yield "baseline", jpeg(), RGB, 3
     yield "extended", frame(jpeg(), 1, 0xC1), RGB, 3
@@ -193,6 +196,9 @@ def jpegs():
     yield "XMP, and EXIF of nothing", jpeg(tagged(exif((296, 3, 1, 2))), JPEG_XMP), RGB, 3
     yield "damaged EXIF of nothing", jpeg(tagged(exif((305, 2, 99, 5000)))), RGB, 3
     yield "EXIF that is none", jpeg(tagged(b"garbage")), RGB, 3
+    for tag, fractions in FRACTIONS.items():  # the last byte of the block is of the value
+        block = exif((tag, 5, 1, 98 - 8 * fractions), (274, 3, 1, 6)) + bytes(60)
+        yield f"whole value of {tag}", jpeg(tagged(block)), upright(RGB, 6), 3
     data = jpeg(tagged(turned(6)))
     yield "filled up, with a tail", data[:2] + b"\xff\xff" + data[2:] + data, upright(RGB, 6), 3
 
@@ -251,6 +257,7 @@ def tiffs():
     for name, pixels, number in itertools.product(("tiff_lzw", "packbits", "zstd"), (GREY, RGB), (1, 6)):
         data = encoded(pixels, "TIFF", compression=name, tiffinfo={274: number})
         yield f"{name} {number}", data, upright(pixels, number), 0
+    yield "predictor", encoded(RGB, "TIFF", compression="tiff_lzw", tiffinfo={317: 2}), RGB, 0
 
 
 def others():
@@ -330,6 +337,8 @@ def broken():
     turn = 274, 3, 1, 6
     yield "value outside", exif(turn, (305, 2, 100, 5000))
     yield "value outside", exif((282, 5, 1, 5000), turn)
+    for tag, fractions in FRACTIONS.items():
+        yield "value outside", exif((tag, 5, 1, 99 - 8 * fractions), turn) + bytes(60)
     yield "ends before", exif(turn, count=5)
     yield "ends before", exif(turn)[:20]
     yield "II nor MM", exif(turn, order=">", magic=b"XX\0*")
@@ -393,6 +402,9 @@ def left_out():
     yield "palette", tiff(BITS.astype(np.uint8), 3, tags={320: (3, PALETTE.T.astype(int).ravel().tolist())})
     yield "palette", tiff(BITS.astype(np.uint8), 3, tags={320: (3, [9999] * 30)})
     yield "tiles of 24", tiff(RGB, 2, tile=(24, 24))
+    yield "tiles of 16", tiff(RGB, 2, tile=(16, 16), tags={278: (3, [H])})
+    yield "order of bits", tiff(RGB, 2, tags={266: (3, [2])})
+    yield "predictor", tiff(RGB, 2, compress=8, tags={317: (3, [3])})
     yield "tiles of 16", tiff(GREY, 0, tile=(16, 16))
     yield "tag 274", tiff(RGB, 2, tags={274: (1, [6])})
     double = tiff(RGB, 2, tags={274: (3, [1]), 275: (3, [6])})
@@ -406,6 +418,7 @@ def left_out():
     )
     for shift in (-1, 10_000):
         yield "damaged", bmp(RGB, 24, shift=shift)
+        yield "damaged", bmp(BITS, 8, colours=PALETTE, shift=shift)
     for largest in (1, 15, 127, 254, 256, 1023, 4095, 65534):
         raw = (GREY.astype(int) * largest // 255).astype(">u2" if largest > 255 else np.uint8).tobytes()
         yield f"largest value of {largest}", b"P5\n40 24\n%d\n" % largest + raw
