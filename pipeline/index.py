@@ -22,7 +22,7 @@ from pipeline.headers import read_headers as _read_headers
 __all__ = ["Index", "printable", "read_headers"]
 
 _PARALLEL = 50_000  # images from which a process pool pays for its start
-_VERSION = "index 2"
+_VERSION = "index 3"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

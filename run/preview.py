@@ -8,17 +8,16 @@ and the patches are put back into it by code of this file: where the two disagre
 
 import argparse
 import dataclasses
-import io
 import sys
 import textwrap
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont, ImageOps
+from PIL import Image, ImageDraw, ImageFont
 
 from kernels import patch_overlap
-from pipeline import Index, Loader, graph, stream
+from pipeline import Index, Loader, graph, pictures, stream
 from pipeline.index import printable
 from pipeline.toy import make_toy
 
@@ -101,14 +100,10 @@ def _read(index, sample):
     file = index.file(sample)
     if shards := index.open():
         with shards:
-            file = io.BytesIO(shards.read(sample))
-    elif file.startswith("s3://"):
-        file = io.BytesIO(graph.fetch(file))
-    with Image.open(file) as picture:
-        picture = ImageOps.exif_transpose(picture)
-    if picture.mode.startswith("I"):  # 16 bits, which convert() would clip
-        picture = Image.fromarray((np.asarray(picture) // 257).astype(np.uint8))
-    return picture.convert("RGB")
+            data = shards.read(sample)
+    else:
+        data = graph.fetch(file) if file.startswith("s3://") else np.fromfile(file, np.uint8)
+    return Image.fromarray(pictures.read(data.tobytes()))
 
 
 # ---- Cells

@@ -53,7 +53,7 @@ def inputs():
     bad = {
         "one byte less.jpg": (jpeg[:-1], "does not decode"),
         "half.jpg": (jpeg[: len(jpeg) // 2], "does not decode"),
-        "header.jpg": (jpeg[: jpeg.index(b"\xff\xda")], "does not decode"),
+        "header.jpg": (jpeg[: jpeg.index(b"\xff\xda")], "truncated header"),
         "empty.jpg": (b"", "empty file"),
         "page.jpg": (b"<!DOCTYPE html><html><body>404</body></html>", "not an image"),
         "zeros.jpg": (bytes(5000), "not an image"),

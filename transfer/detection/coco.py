@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
 from torch import Tensor
 
+from pipeline import pictures
 from pipeline.index import read_headers
 
 MAX_PIXELS = 178_956_970  # of an image: where Pillow suspects an attack
@@ -111,15 +111,13 @@ class CocoData:
         """The upright image, uint8 [3,H,W]; ValueError or OSError where it cannot be read or has another size."""
         _, name, height, width = self.images[position]
         try:
-            with Image.open(self.root / name) as image:
-                image = ImageOps.exif_transpose(image).convert("RGB")
+            data = (self.root / name).read_bytes()
         except OSError as error:
             raise OSError(error.strerror or str(error)) from None
-        except Exception as error:  # Pillow's parsers raise nearly anything on damaged files
-            raise ValueError(f"{type(error).__name__}: {error}") from None
-        if reason := _wrong([image.height, image.width], height, width):
+        image = pictures.read(data)
+        if reason := _wrong(list(image.shape[:2]), height, width):
             raise ValueError(reason)
-        return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+        return torch.from_numpy(image.copy()).permute(2, 0, 1)
 
     def masks(self, position: int) -> tuple[Tensor, Tensor]:
         """Labels, int64 [n], and masks, uint8 [n,H,W], of the n objects of an image that can be trained on."""
