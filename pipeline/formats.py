@@ -70,6 +70,8 @@ _SPACE = rb"\s(?:\s|#[^\r\n]*\n)*"
 _PNM_BITS = re.compile(rb"P(4)%s(\d{1,9})%s(\d{1,9})[ \t\n]" % (_SPACE, _SPACE))
 _PNM_BYTES = re.compile(rb"P([56])%s(\d{1,9})%s(\d{1,9})%s(\d{1,9})[ \t\n]" % (_SPACE, _SPACE, _SPACE))
 
+_WEBP_CHUNKS = {b"ICCP", b"ALPH", b"VP8 ", b"EXIF", b"XMP "}  # of one picture, each once
+
 _DAMAGED = "damaged or truncated header"
 _WINDOW = 4096  # bytes read at once
 
@@ -321,34 +323,48 @@ def _webp(file):
     size, kind, length = struct.unpack("<I4x4sI", file.at(4, 16))
     if size + 8 > file.length:
         raise ValueError(_DAMAGED)
-    orientation = 1
-    if kind == b"VP8 ":
-        frame, sync, width, height = struct.unpack("<B2x3sHH", file.at(20, 10))
-        if frame & 1 or sync != b"\x9d\x01\x2a":
-            raise ValueError(_DAMAGED)
-        width, height = width & 0x3FFF, height & 0x3FFF
-    elif kind == b"VP8L":
-        magic, sides = struct.unpack("<BI", file.at(20, 5))
-        if magic != 0x2F or sides >> 29:
-            raise ValueError(_DAMAGED)
-        width, height = (sides & 0x3FFF) + 1, (sides >> 14 & 0x3FFF) + 1
-    elif kind == b"VP8X" and length == 10:
-        field = file.at(20, 10)
-        width, height = (int.from_bytes(field[i : i + 3], "little") + 1 for i in (4, 7))
-        if field[0] & 2:
-            raise ValueError("animated WebP is not supported")
-        at = 30
-        while field[0] & 8:  # there is an EXIF block
-            kind, length = struct.unpack("<4sI", file.at(at, 8))
-            if kind == b"EXIF":
-                orientation = _orientation(_exif(file, at + 8, length))
-                break
-            if length % 2:  # of which the decoder does not skip the byte that fills it up
-                raise ValueError("WebP with EXIF after a chunk of odd length, where the decoder does not find it")
-            at += 8 + length
-    else:
+    if kind != b"VP8X":
+        return *_webp_frame(file, 12), 1
+    # What libwebp's parser of such a container refuses ends the process: so all chunks of it are looked at.
+    field = file.at(20, 10)
+    if field[0] & 2:
+        raise ValueError("animated WebP is not supported")
+    if length != 10 or field[0] & 0xC1 or any(field[1:4]):
         raise ValueError(_DAMAGED)
-    return height, width, orientation
+    width, height = (int.from_bytes(field[i : i + 3], "little") + 1 for i in (4, 7))
+    at, found, odd = 30, {}, False
+    while at < size + 8:
+        kind, length = struct.unpack("<4sI", file.at(at, 8))
+        kind = b"VP8 " if kind == b"VP8L" else kind
+        if kind in found or kind not in _WEBP_CHUNKS or (kind == b"ALPH" and b"VP8 " in found):
+            raise ValueError(f"WebP with a chunk {kind!r}, where none is expected, is not supported")
+        if kind == b"EXIF" and field[0] & 8 and odd:  # of which the decoder does not skip the byte that fills it up
+            raise ValueError("WebP with EXIF after a chunk of odd length, where the decoder does not find it")
+        found[kind], odd = (at, length), odd or length % 2
+        at += 8 + length + length % 2
+    if at != size + 8 or b"VP8 " not in found or (field[0] & 8 and b"EXIF" not in found):
+        raise ValueError(_DAMAGED)
+    place = found[b"VP8 "][0]
+    if _webp_frame(file, place) != (height, width) or (b"ALPH" in found and file.at(place, 4) != b"VP8 "):
+        raise ValueError("WebP whose picture is not that of its header")
+    if not field[0] & 8:
+        return height, width, 1
+    at, length = found[b"EXIF"]
+    return height, width, _orientation(_exif(file, at + 8, length))
+
+
+def _webp_frame(file, at):
+    """(height, width) of the picture in a chunk."""
+    kind = file.at(at, 4)
+    if kind == b"VP8 ":
+        frame, sync, width, height = struct.unpack("<B2x3sHH", file.at(at + 8, 10))
+        if not frame & 1 and sync == b"\x9d\x01\x2a":
+            return height & 0x3FFF, width & 0x3FFF
+    elif kind == b"VP8L":
+        magic, sides = struct.unpack("<BI", file.at(at + 8, 5))
+        if magic == 0x2F and not sides >> 29:
+            return (sides >> 14 & 0x3FFF) + 1, (sides & 0x3FFF) + 1
+    raise ValueError(_DAMAGED)
 
 
 # ---- BMP
