@@ -426,6 +426,18 @@ def left_out():
     yield "damaged", b"P6\n40 24\n255# x\n" + RGB.tobytes()
     yield "text", b"P2\n40 24\n255\n" + b"1 " * H * W
     yield "odd length", webp(frame_of_webp(), (b"ICCP", b"abc"), (b"EXIF", turned(6)), flags=8)
+    # What libwebp's parser refuses, which ends the decoder.
+    still, other = frame_of_webp(), encoded(RGB[:-2], "WEBP", lossless=True)
+    for chunks in ((still, still), ((b"VP8X", bytes(10)), still), (still, (b"ALPH", b"ab")), (still, (b"ABCD", b""))):
+        yield "none is expected", webp(*chunks, flags=0)
+    yield "not that of its header", webp((b"VP8L", other[20:] + bytes(len(other) % 2)), flags=0)
+    yield "not that of its header", webp((b"ALPH", b"ab"), still, flags=16)
+    for flags in (0x40, 0x80, 0x01):
+        yield "damaged", webp(still, flags=flags)
+    whole = webp(still, flags=0)
+    for more, size in ((b"xyz", 3), (b"XMP \x05\0\0\0ab", 10), (b"", -2)):  # within the size that the file names
+        yield "damaged", whole[:4] + struct.pack("<I", len(whole) - 8 + size) + whole[8:] + more
+    yield "damaged", webp((b"XMP ", b"ab"), flags=0)
 
 
 def test_what_the_decoder_reads_wrongly_is_left_out_with_the_reason(tmp_path):
