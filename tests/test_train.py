@@ -75,7 +75,13 @@ def test_two_ranks_train_as_one_process(photos, tmp_path):
         torch.testing.assert_close(tensor, weights[1][name], rtol=0, atol=3e-4)  # a few AdamW steps of 1e-4 at most
 
 
-def test_bad_files_are_left_out_and_named(tmp_path):
+def in_process(capsys, data, output, *more):
+    """What ``train`` prints, without a process of its own."""
+    main([*SMALL, "--data", str(data), "--output", str(output), *map(str, more)])
+    return capsys.readouterr().out
+
+
+def test_bad_files_are_left_out_and_named(tmp_path, capsys):
     data = tmp_path / "data"
     data.mkdir()
     for number in range(20):
@@ -90,16 +96,16 @@ def test_bad_files_are_left_out_and_named(tmp_path):
     rotated = Image.Exif()
     rotated[274] = 6
     photo(33).save(data / "turned.jpg", exif=rotated)
-    done = train(data, tmp_path / "run", "--max-steps", "16")
+    said = in_process(capsys, data, tmp_path / "run", "--max-steps", "16")
     rejected = {
         line["path"]: line["reason"]
         for line in map(json.loads, (tmp_path / "run" / "rejected.jsonl").read_text().splitlines())
     }
     assert set(rejected) == {"empty.jpg", "cut.jpg", "text.jpg"}
     assert rejected["empty.jpg"] == "empty file"
-    assert "left out 3 of 28 files" in done.stdout and all(name in done.stdout for name in rejected)
+    assert "left out 3 of 28 files" in said and all(name in said for name in rejected)
     report = (tmp_path / "run" / "rejected.jsonl").read_bytes()
-    assert "all 16 steps are done" in train(data, tmp_path / "run", "--max-steps", "16").stdout
+    assert "all 16 steps are done" in in_process(capsys, data, tmp_path / "run", "--max-steps", "16")
     assert (tmp_path / "run" / "rejected.jsonl").read_bytes() == report
 
 
@@ -146,12 +152,12 @@ def test_a_folder_of_unknown_origin_is_refused(photos, tmp_path, capsys):
     assert (tmp_path / "metrics.jsonl").read_text() == "laboratory notes"
 
 
-def test_evaluation_without_a_usable_image_costs_no_encoder(photos, tmp_path):
+def test_evaluation_without_a_usable_image_costs_no_encoder(photos, tmp_path, capsys):
     (tmp_path / "eval" / "a").mkdir(parents=True)
     cut = (photos / "a" / "00.jpg").read_bytes()[:-200]
     (tmp_path / "eval" / "a" / "cut.jpg").write_bytes(cut)
-    done = train(photos, tmp_path / "run", "--eval-data", tmp_path / "eval", "--max-steps", "4")
-    assert "no k-NN accuracy: none of 1 images" in done.stdout
+    said = in_process(capsys, photos, tmp_path / "run", "--eval-data", tmp_path / "eval", "--max-steps", "4")
+    assert "no k-NN accuracy: none of 1 images" in said
     assert (tmp_path / "run" / "encoder.safetensors").exists()
 
 

@@ -1,6 +1,5 @@
 """The scan of an image folder: labels, sizes, rejections, cache."""
 
-import io
 import json
 import os
 import subprocess
@@ -216,23 +215,6 @@ def test_sides_and_pixels_have_limits():
     assert [headers.checked(*size) for size in taken] == list(map(list, taken))
     for height, width in ((0, 5), (5, 0), (65536, 1), (1, 65536), (65535, 2717), (44_500, 4_001)):
         assert headers.checked(height, width).startswith(f"size {height}x{width}: expected sides of 1 to 65535 and at")
-
-
-def test_a_part_of_a_file_is_a_file(tmp_path):
-    """Against the same bytes in memory, wherever one reads."""
-    rng = np.random.default_rng(0)
-    (tmp_path / "whole").write_bytes(rng.bytes(1000))
-    with open(tmp_path / "whole", "rb") as whole:
-        expected = io.BytesIO((tmp_path / "whole").read_bytes()[100:400])
-        part = headers._Part(whole.fileno(), 100, 300)
-        assert part.readable() and part.seekable()
-        for _ in range(300):
-            whence, count = int(rng.integers(3)), int(rng.integers(-1, 200))
-            offset = int(rng.integers(0 if whence == os.SEEK_SET else -200, 350))
-            if whence == os.SEEK_CUR:
-                offset = max(offset, -part.tell())
-            assert part.seek(offset, whence) == expected.seek(offset, whence) == part.tell()
-            assert part.read(count) == expected.read(count) and part.tell() == expected.tell()
 
 
 def test_what_cannot_be_opened_is_named(tmp_path):

@@ -22,6 +22,10 @@ def test_a_second_request_ends_at_once_and_the_same_one_handed_on_does_not(monke
     monkeypatch.setattr(signals.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(signals.signal, "raise_signal", raised.append)
     before = signal.getsignal(signal.SIGTERM)
+    asks_too = StopRequest(SimpleNamespace(device=torch.device("cpu"), count=1))
+    with asks_too:
+        signal.getsignal(signal.SIGINT)(signal.SIGINT, None)
+    assert asks_too.agreed(1) and signal.getsignal(signal.SIGINT) == signal.default_int_handler
     with StopRequest(SimpleNamespace(device=torch.device("cpu"), count=1)) as stop:
         assert not stop.agreed(1)
         for now[0], ended in ((50.0, 0), (50.9, 0), (51.0, 0), (51.1, 1), (52.5, 2)):  # counted from the first
