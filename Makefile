@@ -7,7 +7,7 @@ demo: .venv/installed  ## set up, then pretrain, evaluate and export on the embe
 	$(BIN)/python train.py --recipe toy --output runs/demo
 
 test: .venv/installed lint  ## set up, then lint and test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: .venv/installed
 	$(BIN)/ruff check .
