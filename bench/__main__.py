@@ -10,6 +10,7 @@ SUBJECTS = {
     "gpu_tests": "the tests marked gpu, as JSON",
     "kernels": "sampling and gathering against the alternatives",
     "step": "the optimizer step on synthetic crops: against the plain form and the roofline; memory; profile",
+    "products": "the products of a block, shape by shape: libraries, GELU inside, fp8",
     "baselines": "a training step of APS beside MoCo v3, MAE, SimMIM and iBOT: FLOPs, memory, time",
     "pipeline": "decoded and augmented images per second, against torchvision; cost of each stage; parity (needs DALI)",
     "soak": "memory, and what bad files cost, over thousands of batches (needs DALI)",

@@ -1,0 +1,155 @@
+"""The products of a block, shape by shape: with each library, with GELU inside and behind, in bfloat16 and in fp8.
+
+Shapes are those of ``bench/roofline.py``: [r,i] times [i,o] with r the tokens of both views of a batch. Three products
+have the same FLOPs: ``forward``, ``input`` (its gradient, [r,o] times [o,i]) and ``weight`` ([o,r] times [r,i]).
+
+How:
+
+- ``default``, ``cublas``, ``cublaslt``: torch's product, by the library it picks or that is preferred; forward with the
+  bias (which torch gives to cuBLASLt whatever is preferred). ``no bias``: forward without.
+- of the layer before GELU: ``then GELU``: forward and GELU, one after the other; ``GELU inside``: cuBLASLt's epilogue
+  (tanh form, nothing kept for a backward pass).
+- of the layer behind GELU: ``then derivative``: the gradient of the input and the derivative of GELU, one after the
+  other, from its input.
+- ``fp8``: forward of e4m3 numbers with a scale a tensor each; making them is not in it.
+
+What cannot run on a device is a row without times that says why. Weights and inputs are random numbers.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench import environment
+from bench.findings import bar, finding, number, plot
+from bench.roofline import Sizes
+from bench.timing import matrix_product, measure
+from run.recipes import RECIPES
+
+MODELS = "imagenet-vit-s", "imagenet-vit-b"
+LIBRARIES = "default", "cublas", "cublaslt"
+NO_GPU = "needs an NVIDIA GPU"
+
+
+def preferring(library: str, call: Callable) -> Callable:
+    """``call`` with a library for products preferred while it runs."""
+
+    def preferred():
+        before = torch.backends.cuda.preferred_blas_library()
+        torch.backends.cuda.preferred_blas_library(library)
+        try:
+            return call()
+        finally:
+            torch.backends.cuda.preferred_blas_library(before)
+
+    return preferred
+
+
+def without_fp8(device: torch.device) -> str:
+    """Why there is no fast product of fp8 numbers here; "" where there is one."""
+    if device.type != "cuda":
+        return NO_GPU
+    capability = torch.cuda.get_device_capability(device)
+    return "" if capability >= (8, 9) else f"needs compute capability 8.9, this card has {capability}"
+
+
+def alternatives(name: str, x: Tensor, weight: Tensor, bias: Tensor) -> dict[tuple[str, str], Callable | str]:
+    """{(pass, how): call, or why it cannot run} of a layer by its name in a block; x [r,i], weight [o,i], bias [o]."""
+    device, out = x.device, torch.randn(len(x), len(weight), dtype=x.dtype, device=x.device)
+    plain = {
+        "forward": lambda: F.linear(x, weight, bias),
+        "input": lambda: out @ weight,
+        "weight": lambda: out.t() @ x,
+    }
+    calls: dict[tuple[str, str], Callable | str] = {}
+    for what, call in plain.items():
+        calls[what, "default"] = call
+        for library in LIBRARIES[1:]:
+            calls[what, library] = preferring(library, call) if device.type == "cuda" else NO_GPU
+    calls["forward", "no bias"] = lambda: x @ weight.t()
+    if name == "fc1":
+        calls["forward", "then GELU"] = lambda: F.gelu(F.linear(x, weight, bias))
+        inside = lambda: torch._addmm_activation(bias, x, weight.t(), use_gelu=True)  # noqa: E731
+        calls["forward", "GELU inside"] = inside if device.type == "cuda" else NO_GPU
+    if name == "fc2":
+        before = torch.randn_like(x)
+        calls["input", "then derivative"] = lambda: torch.ops.aten.gelu_backward(out @ weight, before)
+    calls["forward", "fp8"] = without_fp8(device) or _fp8(x, weight, bias)
+    return calls
+
+
+def _fp8(x: Tensor, weight: Tensor, bias: Tensor) -> Callable:
+    small, smaller = (t.to(torch.float8_e4m3fn) for t in (x, weight))
+    one = torch.ones((), device=x.device)
+    more = {"scale_a": one, "scale_b": one, "bias": bias, "out_dtype": x.dtype, "use_fast_accum": True}
+    return lambda: torch._scaled_mm(small, smaller.t(), **more)
+
+
+def rows_of(recipe: str, batch: int, device: torch.device, seconds: float) -> list[dict]:
+    """A row for each product of a block and each way to it."""
+    sizes, found = Sizes.of(dataclasses.replace(RECIPES[recipe], batch_size=batch)), []
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    rows = 2 * sizes.images * sizes.tokens
+    for name, i, o in sizes.blocks:
+        x, weight, bias = (torch.randn(shape, dtype=dtype, device=device) for shape in ((rows, i), (o, i), (o,)))
+        calls = alternatives(name, x, weight, bias)
+        for key, call in calls.items():
+            try:
+                callable(call) and call()
+            except RuntimeError as error:
+                calls[key] = f"failed: {str(error).splitlines()[0]}"
+        times = measure({key: call for key, call in calls.items() if callable(call)}, device, seconds=seconds)
+        for (what, how), call in calls.items():
+            row = {"recipe": recipe, "layer": name, "shape": f"{rows} x {i} x {o}", "pass": what, "how": how}
+            if callable(call):
+                time = times[what, how]
+                row |= {f"{p}_us": time[p] * 1e6 for p in ("p20", "p50", "p80")}
+                row |= {"flop_per_second": 2 * rows * i * o / time["p50"]}
+            found.append(row if callable(call) else row | {"not_run": call})
+    return found
+
+
+def conclusions(d: dict) -> dict:
+    """Of each layer and pass the rate by default, and of the others those that differ, as times of it; all as bars."""
+    found, panels = [], {}
+    measured = [row for row in d["rows"] if "not_run" not in row]
+    for recipe, layer, what in dict.fromkeys((row["recipe"], row["layer"], row["pass"]) for row in measured):
+        of = {"recipe": recipe, "layer": layer, "pass": what}
+        ways = {row["how"]: row for row in measured if of.items() <= row.items()}
+        default = ways.pop("default")
+        rate = f"{number(default['flop_per_second'] / 1e12)} TFLOP/s, {number(default['p50_us'])} us"
+        others = (f"{how} {number(row['p50_us'])} us" for how, row in ways.items())
+        found.append(finding(f"product {layer}, {what}, {recipe} ({default['shape']}, {d['dtype']})", rate, *others))
+    for row in measured:
+        rates = (row["flop_per_second"] * row["p50_us"] / row[f"{p}_us"] / 1e12 for p in ("p50", "p80", "p20"))
+        label = f"{row['layer']} {row['pass']}: {row['how']}"
+        panels.setdefault(row["recipe"], []).append(bar(label, *rates, ours=row["how"] == "default"))
+    missing = dict.fromkeys(f"{row['how']}: not run, {row['not_run']}" for row in d["rows"] if "not_run" in row)
+    if missing:
+        found.append(finding("products that were not run", *missing))
+    return {"findings": found, "plots": [plot("Products of a block", "TFLOP/s (p20 to p80)", panels)]}
+
+
+def main(arguments: list[str]) -> int:
+    options = environment.parser("products", "The products of a block, shape by shape.")
+    options.add_argument("--recipe", choices=MODELS, nargs="+", default=list(MODELS))
+    options.add_argument("--batch-size", type=int, default=512, help="images per step")
+    options = options.parse_args(arguments)
+    device, batch, seconds = environment.device(), options.batch_size, 1.0
+    if options.smoke:
+        batch, seconds = 2, 0.01
+    best = matrix_product(device, 0.1 if options.smoke else 1)
+    result = {"batch_size": batch, "dtype": best["dtype"], "best_flop_per_second": best["best"], "rows": []}
+    for recipe in options.recipe:
+        result["rows"] += rows_of(recipe, batch, device, seconds)
+        environment.save(options, result | conclusions(result))
+    columns = ("recipe", "layer", "shape", "pass", "how", "p20_us", "p50_us", "p80_us")
+    environment.print_table([
+        {column: row.get(column) for column in columns}
+        | {"TFLOP/s": None if "not_run" in row else row["flop_per_second"] / 1e12, "not run": row.get("not_run")}
+        for row in result["rows"]
+    ])  # fmt: skip
+    return 0
