@@ -11,6 +11,8 @@ writes its outputs once. r are rows (tokens or images of both views), e the byte
   embedding).
 - Attention over T tokens: 4T FLOP per token and dimension and 4 elements, backward 10T, as the weights are computed
   again, and 7.
+- In the last block the class token alone asks, and is alone from there on: one row of T for queries, projection, MLP
+  and norms but the first.
 - Layer norm: reads and writes a row; backward reads the gradient, the input and the gradient that passes by outside,
   and writes their sum.
 - Batch norm with ReLU: reads and writes a row; backward reads two and writes one.
@@ -19,8 +21,8 @@ writes its outputs once. r are rows (tokens or images of both views), e the byte
   vector; then reads the gradient and reads and writes parameter, both moments, that average and the momentum network,
   and writes both networks once more as elements, where those are not float32.
 
-At 790 TFLOP/s and 3.0 TB/s (an H100), batch 512 and bfloat16 the recipe imagenet-vit-s could do 27,100 pairs/s and
-imagenet-vit-b 9,060; without the update 28,280 and 9,390.
+At 790 TFLOP/s and 3.0 TB/s (an H100), batch 512 and bfloat16 the recipe imagenet-vit-s could do 28,880 pairs/s and
+imagenet-vit-b 9,670; without the update 30,230 and 10,050.
 """
 
 from dataclasses import dataclass
@@ -74,6 +76,12 @@ class Sizes:
         d, m = self.width, self.hidden
         return ("qkv", d, 3 * d), ("proj", d, d), ("fc1", d, m), ("fc2", m, d)
 
+    @property
+    def last_block(self) -> tuple[tuple[str, int, int], ...]:
+        """Those of the last one; all of them but that for keys and values ("kv") of the class token alone."""
+        d = self.width
+        return ("kv", d, 2 * d), ("q", d, d), *self.blocks[1:]
+
     def parameters(self) -> tuple[int, int]:
         """Weights of products that are trained, and those among them that the momentum network has too."""
         encoder = self.depth * sum(i * o for _, i, o in self.blocks)
@@ -93,7 +101,9 @@ class Operation:
 def operations(config: Config, element: int) -> list[Operation]:
     """All operations of a step, with activations of ``element`` bytes a number."""
     s, found = Sizes.of(config), []
-    images, patches, rows = 2 * s.images, 2 * s.images * s.keep, 2 * s.images * s.tokens
+    images, patches, all_rows = 2 * s.images, 2 * s.images * s.keep, 2 * s.images * s.tokens
+    # Of each block the products and the rows that ask; the last norm is for those of the last block.
+    all_blocks = [(s.blocks, all_rows)] * (s.depth - 1) + [(s.last_block, images)]
 
     def add(part, name, flop, elements):
         found.append(Operation(part, name, flop, elements * element))
@@ -104,14 +114,14 @@ def operations(config: Config, element: int) -> list[Operation]:
 
     def forward(part):
         product(part, "embedding", patches, s.pixels, s.width)
-        for _ in range(s.depth):
-            for _ in range(2):
+        for block, asking in all_blocks:
+            for rows in (all_rows, asking):
                 add(part, "layer norm", 0, 2 * rows * s.width)
-            add(part, "attention", 4 * rows * s.tokens * s.width, 4 * rows * s.width)
-            for name, i, o in s.blocks:
+            add(part, "attention", 4 * asking * s.tokens * s.width, 2 * (all_rows + asking) * s.width)
+            for name, i, o in block:
                 beside = {"proj": o, "fc2": o, "fc1": o * (part == "forward")}.get(name, 0)
-                product(part, name, rows, i, o, beside * rows)
-        add(part, "layer norm", 0, 2 * rows * s.width)
+                product(part, name, all_rows if name == "kv" else asking, i, o, beside * asking)
+        add(part, "layer norm", 0, 2 * images * s.width)
         for head in (s.projector, s.predictor)[: 1 if part == "keys" else 2]:
             for i, o in pairwise(head):
                 product(part, "heads", images, i, o)
@@ -120,14 +130,15 @@ def operations(config: Config, element: int) -> list[Operation]:
     def backward():
         if s.learned_embedding:
             product("backward", "embedding", patches, s.pixels, s.width)
-        for _ in range(s.depth):
-            for _ in range(2):
+        for block, asking in all_blocks:
+            for rows in (all_rows, asking):
                 add("backward", "layer norm", 0, 4 * rows * s.width)
-            add("backward", "attention", 10 * rows * s.tokens * s.width, 7 * rows * s.width)
-            for name, i, o in s.blocks:
+            add("backward", "attention", 10 * asking * s.tokens * s.width, (4 * all_rows + 3 * asking) * s.width)
+            for name, i, o in block:
+                rows = all_rows if name == "kv" else asking
                 product("backward", name, rows, i, o, rows * i * (name == "fc2"))  # with the derivative of GELU
                 product("backward", name, rows, i, o)
-        add("backward", "layer norm", 0, 3 * rows * s.width)
+        add("backward", "layer norm", 0, 3 * images * s.width)
         for i, o in (*pairwise(s.projector), *pairwise(s.predictor)):
             product("backward", "heads", images, i, o)
             product("backward", "heads", images, i, o)
@@ -155,7 +166,9 @@ def kept(config: Config, element: int) -> int:
 
     Per token of a block (8D + 2M) e + 16: the inputs of both norms, their mean and deviation in float32, the inputs of
     the four products (attention's output is one, GELU's another), q, k and v, and the input of GELU. In float32, where
-    attention is torch's, its H float32 sums of weights. Then the input and the output of the last norm; of the heads,
+    attention is torch's, its H float32 sums of weights. Of the last block only (4D) e + 8 for tokens that are not the
+    class token; in half precision, where its attention is plain products, queries and keys are float32, and each weight
+    is kept in float32 and in half. Then the input and the output of the last norm; of the heads,
     per image, the input of every batch norm, and the output where another product follows; normalised queries and
     keys, and their similarities, in float32; a learned embedding's patches; of learned positions the patch numbers; in
     half precision the weights of the products once more. Autocast on a GPU has layer norms in float32, whose inputs
@@ -164,7 +177,10 @@ def kept(config: Config, element: int) -> int:
     s = Sizes.of(config)
     images, patches, rows = 2 * s.images, 2 * s.images * s.keep, 2 * s.images * s.tokens
     block = (8 * s.width + 2 * s.hidden) * element + 16 + 4 * s.heads * (element == 4)
-    total = rows * (s.depth * block + 2 * s.width * element + 8)
+    total = rows * ((s.depth - 1) * block + 4 * s.width * element + 8)
+    total += images * (block - 2 * s.width * element)  # 4D of its 8D are in the line before, 2D are the last norm's
+    if element != 4:
+        total += (rows + images) * s.width * (4 - element) + images * s.heads * s.tokens * (4 + element)
     for head in (s.projector, s.predictor):
         total += images * element * (2 * sum(head[1:-1]) + head[-1])
     total += images * (element * s.predictor[0] + 4 * (2 * s.predictor[-1] + s.images))

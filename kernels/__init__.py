@@ -3,6 +3,6 @@
 from kernels.gather import gather_patches
 from kernels.overlap import patch_overlap
 from kernels.sampling import sample_views
-from kernels.short_attention import attention
+from kernels.short_attention import attention, attention_of_one
 
-__all__ = ["attention", "gather_patches", "patch_overlap", "sample_views"]
+__all__ = ["attention", "attention_of_one", "gather_patches", "patch_overlap", "sample_views"]

@@ -10,29 +10,56 @@ import timm
 import torch
 import torch.nn.functional as F
 from timm.layers import PatchEmbed
-from timm.models import checkpoint_seq
-from timm.models.vision_transformer import Attention, VisionTransformer
+from timm.models.vision_transformer import Attention, Block, VisionTransformer
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from kernels import attention
+from kernels import attention, attention_of_one
 
 
 class PackedAttention(Attention):
     """timm's attention, in whose place it is put (same parameters), with ``kernels.attention`` in the middle."""
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    def forward(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, first_only: bool = False
+    ) -> Tensor:
+        """As timm's; with ``first_only`` what the first token gets, [B,1,D]: no other one asks."""
         if attn_mask is not None or is_causal:
             return super().forward(x, attn_mask=attn_mask, is_causal=is_causal)
-        return self.proj(attention(self.qkv(x), heads=self.num_heads))
+        if not first_only:
+            return self.proj(attention(self.qkv(x), heads=self.num_heads))
+        # One split of each, so that their gradients are put together once.
+        sizes, bias = (self.attn_dim, 2 * self.attn_dim), self.qkv.bias
+        ask, answer = self.qkv.weight.split(sizes)
+        ask_bias, answer_bias = (None, None) if bias is None else bias.split(sizes)
+        query, others = F.linear(x[:, :1], ask, ask_bias), F.linear(x, answer, answer_bias)
+        return self.proj(attention_of_one(query, others, heads=self.num_heads))
+
+
+class LastBlock(Block):
+    """timm's block, in whose place it is put (same parameters), able to leave out what is not read behind it."""
+
+    def forward(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, first_only: bool = False
+    ) -> Tensor:
+        """As timm's; with ``first_only`` the first token alone, [B,1,D], to which all are keys and values."""
+        if not first_only:
+            return super().forward(x, attn_mask=attn_mask, is_causal=is_causal)
+        x = x[:, :1] + self.drop_path1(self.ls1(self.attn(self.norm1(x), first_only=True)))
+        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
 
 def pack(vit: VisionTransformer) -> None:
-    """Put our form of attention in the place of timm's, where that has no further parts (norms, a gate, dropout)."""
+    """Put our form of attention in the place of timm's, where that has no further parts (norms, a gate, dropout), and
+    with it that of the last block."""
     for module in vit.modules():
         parts = dict(module.named_children()) if type(module) is Attention else {}
         extra = {name for name, part in parts.items() if not isinstance(part, nn.Identity) and getattr(part, "p", 1)}
         if extra == {"qkv", "proj"}:
             module.__class__ = PackedAttention
+    last = vit.blocks[-1] if isinstance(vit, VisionTransformer) else None
+    if type(last) is Block and type(last.attn) is PackedAttention:
+        last.__class__ = LastBlock
 
 
 def timm_arguments(*, image_size: int, patch_size: int, depth: int) -> dict[str, int]:
@@ -111,7 +138,8 @@ def encode(vit: VisionTransformer, patches: Tensor, index: Tensor) -> Tensor:
 
     ``patches``: [B, K, 3*P*P] normalised, in (channel, row, column) order; ``index``: int [B, K], row-major numbers of
     these patches in the grid. Returns [B, D], pooled as the model pools (class token or mean). With all N patches the
-    result is that of ``vit(image)``.
+    result is that of ``vit(image)``. Where the class token is all that is read, the last block (see ``pack``) computes
+    no other.
     """
     projection = vit.patch_embed.proj
     tokens = vit.patch_embed.norm(F.linear(patches, projection.weight.flatten(1), projection.bias))
@@ -126,9 +154,19 @@ def encode(vit: VisionTransformer, patches: Tensor, index: Tensor) -> Tensor:
             extra = extra + vit.pos_embed[:, :prefix]
         tokens = torch.cat([extra.expand(len(tokens), -1, -1).to(tokens.dtype), tokens], 1)
     tokens = vit.norm_pre(vit.pos_drop(tokens))
-    tokens = checkpoint_seq(vit.blocks, tokens) if vit.grad_checkpointing and vit.training else vit.blocks(tokens)
+    for block in vit.blocks:
+        how = {"first_only": True} if block is vit.blocks[-1] and by_class_token(vit) else {}
+        if vit.grad_checkpointing and vit.training:
+            tokens = checkpoint(block, tokens, use_reentrant=False, **how)
+        else:
+            tokens = block(tokens, **how)
     tokens = vit.norm(tokens)
     return vit.forward_head(tokens, pre_logits=True)
+
+
+def by_class_token(vit: VisionTransformer) -> bool:
+    """Whether ``encode`` computes nothing but the class token in the last block."""
+    return vit.global_pool == "token" and vit.attn_pool is None and isinstance(vit.blocks[-1], LastBlock)
 
 
 def sincos_position_embedding(grid: tuple[int, int], width: int, temperature: float = 10000.0) -> Tensor:

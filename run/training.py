@@ -19,6 +19,7 @@ from model import (
     FlatParameters,
     KeyNetwork,
     QueryNetwork,
+    by_class_token,
     clip_units,
     contrastive_loss,
     create_encoder,
@@ -218,21 +219,26 @@ def flop_per_pair(network: QueryNetwork, keep: int, *, momentum: bool) -> float:
     """Floating-point operations of a pair of views in an optimizer step, 2 per multiply-add, matrix products of
     the networks only.
 
-    Forward F: 2 per weight and token, and 4 T^2 D for the attention of a block over T tokens. Backward: 2 F (F for the
-    embedding, whose input needs no gradient; nothing where it is frozen). Keys of a momentum encoder: F, without the
-    predictor.
+    Forward F: 2 per weight and token, and 4 T^2 D for the attention of a block over T tokens; in the last block, where
+    it is for the class token alone, that is one token for all weights but those of keys and values, and 4 T D.
+    Backward: 2 F (F for the embedding, whose input needs no gradient; nothing where it is frozen). Keys of a momentum
+    encoder: F, without the predictor.
     """
     vit = network.encoder
     tokens = keep + vit.num_prefix_tokens
-    weights = {
-        name: sum(m.weight.numel() for m in part.modules() if isinstance(m, nn.Linear))
-        for name, part in (("blocks", vit.blocks), ("projector", network.projector), ("predictor", network.predictor))
-    }
+    blocks, projector, predictor = (
+        sum(m.weight.numel() for m in part.modules() if isinstance(m, nn.Linear)) / parts
+        for part, parts in ((vit.blocks, len(vit.blocks)), (network.projector, 1), (network.predictor, 1))
+    )
     embed = 2 * keep * vit.patch_embed.proj.weight.numel()
-    blocks = 2 * tokens * weights["blocks"] + 4 * tokens**2 * vit.embed_dim * len(vit.blocks)
+    answers = 2 * vit.embed_dim**2
+    blocks = sum(
+        2 * (tokens * answers + asking * (blocks - answers)) + 4 * tokens * asking * vit.embed_dim
+        for asking in [tokens] * (len(vit.blocks) - 1) + [1 if by_class_token(vit) else tokens]
+    )
     learned = vit.patch_embed.proj.weight.requires_grad
-    query = embed * (1 + learned) + 3 * (blocks + 2 * weights["projector"] + 2 * weights["predictor"])
-    keys = embed + blocks + 2 * weights["projector"] if momentum else 0
+    query = embed * (1 + learned) + 3 * (blocks + 2 * projector + 2 * predictor)
+    keys = embed + blocks + 2 * projector if momentum else 0
     return 2 * (query + keys)
 
 

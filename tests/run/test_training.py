@@ -315,7 +315,7 @@ def test_work_by_formula_is_the_work_that_torch_counts(ema, frozen):
     with FlopCounterMode(display=False) as counter:
         training.step(loaded.views, chosen[:, :, 0], 0.5)
     products = {op: flop for op, flop in counter.get_flop_counts()["Global"].items() if "aps" not in str(op)}
-    attention = 4 * (training.keep + 1) ** 2 * 192 * 2 * 4  # of a forward pass: torch does not look into ours
+    attention = 4 * (training.keep + 1) * 192 * 2 * 4  # of a forward pass, one token's: torch does not look into it
     counted = sum(products.values()) + attention * (3 + (ema is not None))
     loss = 2 * (2 * 2 * 4 * 4 * 8)  # of all queries with all keys, forward and backward
     assert training.flop_per_pair * 4 == counted - loss
