@@ -426,4 +426,5 @@ _DECLINED = (
     (rb"P7\s", "PAM"),
     (rb"P[Ff]\s", "PFM"),
     (rb"8BPS", "PSD"),
+    (rb"\x1f\x8b|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd|PK", "of compressed files"),
 )

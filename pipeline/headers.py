@@ -18,6 +18,7 @@ else:
 _SUFFIXES = re.compile(
     r"\.(jpg|jpeg|jpe|jfif|png|bmp|webp|tif|tiff|ppm|pgm|pbm|pnm|jp2|j2k|gif|avif|heic|heif)", re.IGNORECASE
 )
+_COMPRESSED = re.compile(r"\.(gz|bz2|xz|zst|zip)", re.IGNORECASE)
 _MAGIC = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
 UNPACK = "expected plain .tar files, whose members can be read where they lie: decompress them"
 _MAX_SIDE, _MAX_PIXELS = 65535, 178_000_000
@@ -118,9 +119,12 @@ def _sample(descriptor, key, parts):
     """The rows of one sample, see ``_read_shard``."""
     images = sorted(extension for extension in parts if _SUFFIXES.fullmatch("." + extension))
     if not images:
-        named = [(extension, member) for extension, member in parts.items() if named_as_image(member.name)]
-        reason = "extension .{}, from the first dot of the name on; expected one dot"
-        return [[member.name, None, reason.format(printable(extension)), 0, 0] for extension, member in named]
+        for extension, member in parts.items():
+            if named_as_image(member.name):
+                reason = f"extension .{printable(extension)}, from the first dot of the name on; expected one dot"
+                return [[member.name, None, reason, 0, 0]]
+        others = f", as no other of the {len(parts)} members of its sample" if len(parts) > 1 else ""
+        return [[next(iter(parts.values())).name, None, f"not named as an image{others}", 0, 0]]
     label, rows = None, []
     for extension in ("json", "cls"):
         if extension in parts:
@@ -174,7 +178,8 @@ def _label(descriptor, member, extension):
 
 
 def named_as_image(path):
-    return bool(_SUFFIXES.fullmatch(os.path.splitext(path)[1]))
+    stem, suffix = os.path.splitext(path)
+    return bool(_SUFFIXES.fullmatch(os.path.splitext(stem)[1] if _COMPRESSED.fullmatch(suffix) else suffix))
 
 
 def printable(path: str) -> str:

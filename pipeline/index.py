@@ -65,11 +65,16 @@ class Index:
         arrays = {"labels": self.labels[kept], "sizes": self.sizes[kept], "places": places}
         return dataclasses.replace(self, paths=paths, rejected=rejected, **arrays)
 
+    def unlabelled(self) -> dict[int, str]:
+        """{sample: reason} of the images without a class."""
+        reason = "has no class" + (" (.cls, or label or cls of .json; no other member is read)" if self.shards else "")
+        return dict.fromkeys(np.flatnonzero(self.labels < 0).tolist(), reason)
+
     def left_out(self, bad: dict[int, str]) -> dict[str, str]:
         """{file: reason} of all that an evaluation by classes leaves out where the samples ``bad``, {sample: reason},
         cannot be used."""
         named = {f"{self.root}/{path}": reason for path, reason in self.rejected.items()}
-        named |= {self.file(i): "has no class" for i in np.flatnonzero(self.labels < 0)}
+        named |= {self.file(i): reason for i, reason in self.unlabelled().items()}
         return named | {self.file(i): reason for i, reason in bad.items()}
 
     def labels_among(self, classes: Sequence[str]) -> np.ndarray:

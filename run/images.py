@@ -3,8 +3,6 @@
 import contextlib
 from pathlib import Path
 
-import numpy as np
-
 from pipeline import Index, Loader, inflight, known, trial
 from pipeline.toy import make_toy
 
@@ -47,9 +45,10 @@ def open_data(
         if labelled:
             if not index.classes:
                 raise ValueError(
-                    f"--data {training} has no labels; expected images in class folders, or a labelled list"
+                    f"--data {training} has no labels; expected images in class folders, a labelled list, or .cls or "
+                    ".json in shards"
                 )
-            bad |= {int(i): "has no label" for i in np.flatnonzero(index.labels < 0) if i not in bad}
+            bad = index.unlabelled() | bad
         check_share(config, f"--data {training}", index, bad)
         if evaluation is None:
             return index, bad, None

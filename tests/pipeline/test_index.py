@@ -78,6 +78,7 @@ def test_rejected_files_are_named_with_the_reason(tmp_path):
     png = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"
     fill(tmp_path / "a/empty.jpg", b"")
     fill(tmp_path / "a/text.jpg", b"hello, I am text")
+    fill(tmp_path / "a/packed.jpg.gz", b"\x1f\x8b")
     fill(tmp_path / "a/head.jpg", jpeg[:15])
     fill(tmp_path / "a/head.png", png)
     fill(tmp_path / "a/huge.ppm", b"P6 60000 60000 255\n")
@@ -94,6 +95,7 @@ def test_rejected_files_are_named_with_the_reason(tmp_path):
         "a/head.png": "",
         "a/huge.ppm": "pixels",
         "a/long.ppm": "size 2x70000",
+        "a/packed.jpg.gz": "format of compressed files is not supported",
         "a/text.jpg": "not an image",
         "only bad/a.gif": "format GIF is not supported",
         "only bad/b.jp2": "format JPEG2000 is not supported",

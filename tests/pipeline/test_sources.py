@@ -166,6 +166,7 @@ def test_samples_of_shards(tmp_path, format):
             (f"{long}.jpg", jpeg(height=33)), (f"{long}.cls", b"dog"), ("5.txt", b"x"), ("5.seg.png", b"x"),
             ("6.cls", b"only bad"), ("6.jpg", b"no image"), ("7.jpg", jpeg()), ("7.json", b"[" * 10**5),
             ("8.jpg", jpeg()), ("8.json", b'{"label": [1]}'), ("9.jpg", jpeg()), ("9.png", jpeg()),
+            ("10", jpeg()), ("11.cls", b"1"), ("11.txt", b"x"), ("12.jpg.gz", b"x"), ("4.txt", b"cat"),
         ],
         format,
     )  # fmt: skip
@@ -177,7 +178,14 @@ def test_samples_of_shards(tmp_path, format):
     }  # fmt: skip
     assert index.paths == list(labelled(index)) and index.classes == ("7", "12", "cat", "dog", "only bad")
     assert index.sizes[-4:].tolist() == [[33, 50], [40, 50], [32, 50], [31, 50]]
+    why = "has no class (.cls, or label or cls of .json; no other member is read)"
+    assert {index.paths[i]: reason for i, reason in index.unlabelled().items()} == {
+        path: why for path, label in labelled(index).items() if label is None
+    }
     assert index.rejected == {
+        "a.tar!10": "not named as an image",
+        "a.tar!11.cls": "not named as an image, as no other of the 2 members of its sample",
+        "a.tar!12.jpg.gz": "extension .jpg.gz, from the first dot of the name on; expected one dot",
         "a.tar!5.seg.png": "extension .seg.png, from the first dot of the name on; expected one dot",
         "a.tar!6.jpg": "not an image",
         "a.tar!7.json": "no label: nested too deeply",
@@ -212,6 +220,7 @@ def test_hostile_members_do_no_harm(tmp_path, monkeypatch):
         "s.tar!soft.jpg": "link inside a tar",
         "s.tar!soft2.cls": "no label: link inside a tar",
         "s.tar!sparse.jpg": "sparse member",
+        "s.tar!zero": "not named as an image",
     }
     both = Index.scan(tmp_path / "data", tmp_path / "cache.npz")
     assert both.rejected["t.tar!nul\0.jpg"] == "NUL in the name" and both.paths[-1] == "t.tar!u.jpg"

@@ -60,7 +60,7 @@ def test_labels_are_asked_for_where_they_are_needed(folder):
     index, bad, _ = open_data(config(folder), ALONE)
     assert len(index) == 7 and not bad
     index, bad, _ = open_data(config(folder), ALONE, labelled=True)
-    assert {index.paths[sample]: reason for sample, reason in bad.items()} == {"loose.png": "has no label"}
+    assert {index.paths[sample]: reason for sample, reason in bad.items()} == {"loose.png": "has no class"}
     flat = dataclasses.replace(config(folder), data=folder / "data" / "a")
     assert len(open_data(flat, ALONE)[0]) == 3
     refused("has no labels", flat, labelled=True)
