@@ -4,23 +4,31 @@ from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import gather, overlap, sampling, short_attention
+from kernels import gather, overlap, sampling, short_attention, update
 
 _TYPES = dict.fromkeys(("boxes", "first", "second", "index"), "*i32")
-_TYPES |= dict.fromkeys(("sample", "seed", "epoch", "table"), "*i64")
-_TYPES |= dict.fromkeys(("flips", "crops0", "crops1"), "*u8")
+_TYPES |= dict.fromkeys(("sample", "seed", "epoch", "table", "starts", "ends"), "*i64")
+_TYPES |= dict.fromkeys(("flips", "crops0", "crops1", "finite"), "*u8")
 _TYPES |= dict.fromkeys(("factor", "shift", "patches", "stride_v", "stride_b", "stride_k"), "i32")
+_TYPES |= dict.fromkeys(("blocks", "units", "of_keys"), "i32")
+_FLAT = "flat0", "flat1", "squares", "norms", "step", "average", "shared", "values", "gradient", "keys", "out"
+_FLAT = dict.fromkeys((*_FLAT, "first", "second"), "*fp32") | {"bounds": "*i32", "unit": "*i64", "rates": "*fp64"}
 
 
-def compile_for(capability, *, grid=(14, 14), keep=49, groups=4, patch=16, heads=6, dtype="bf16"):
+_RULE = update.Rule(beta1=0.9, beta2=0.999, eps=1e-8, decay=0.1, clip_momentum=0.4, alpha=1.05)
+
+
+def compile_for(capability, *, grid=(14, 14), keep=49, groups=4, patch=16, heads=6, dtype="bf16", rule=_RULE):
     """Yield (name, compiled kernel) of every operation for an NVIDIA GPU of ``capability`` (80, 90, 100, ...).
 
     The result is Triton's: ``.asm`` holds "ptx" and "cubin", ``.metadata`` the shared memory. ``dtype`` of the gathered
-    patches and of attention (over a class token and the kept ones, ``heads`` heads of 64) is Triton's name of it.
+    patches, of attention (over a class token and the kept ones, ``heads`` heads of 64) and of the copies that an update
+    by ``rule`` (with everything that one may have) makes is Triton's name of it.
     """
     half = f"*{dtype}"
     cover = overlap.tile(grid, keep, groups)
     attention = short_attention.tile(keep + 1, 64 * heads, heads)
+    for_shared, for_update = update.sizes(rule, 16, update.VECTOR, keys=True, copies=True)
     for name, kernel, sizes, types in (
         ("sample_views", sampling._sample_kernel, cover | {"SORT": True}, {}),
         ("patch_overlap", overlap._overlap_kernel, dict(cover), {"out": "*fp32"}),
@@ -30,6 +38,10 @@ def compile_for(capability, *, grid=(14, 14), keep=49, groups=4, patch=16, heads
             "attention_backward", short_attention._attention_backward_kernel, dict(attention),
             {"qkv": half, "gradient": half, "out": half},
         ),
+        ("unit_squares", update._squares_kernel, {"BLOCK": update.BLOCK, "num_warps": update.WARPS}, _FLAT),
+        ("unit_norms", update._norms_kernel, {"CHUNK": update.CHUNK, "num_warps": update.WARPS}, _FLAT),
+        ("update_shared", update._shared_kernel, for_shared, _FLAT),
+        ("update", update._update_kernel, for_update, _FLAT | {"copies": half, "key_copies": half}),
     ):  # fmt: skip
         options = {"num_warps": sizes.pop("num_warps")}
         types = {x: "constexpr" if x in sizes else (_TYPES | types).get(x, "fp32") for x in kernel.arg_names}

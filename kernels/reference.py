@@ -1,14 +1,15 @@
-"""The three operations on the CPU, vectorised over the batch: the program's CPU path and the oracle of the tests.
+"""The operations on the CPU, vectorised over the batch: the program's CPU path and the oracle of the tests.
 
 B images, R groups, N patches of the full grid (Gh x Gw), K kept patches, P patch side in pixels, H, W crop size in
 pixels. Each function takes the arguments and returns the results (CPU tensors) of the public one of the same name;
-formulas and sources stand in ``sampling.py``, ``overlap.py`` and ``gather.py``. Arguments are checked there, values
+formulas and sources stand in the file of each. Arguments are checked there, values
 here, where a look at them costs nothing. Integers go through numpy's view of the tensors: the same int64 operations at
 twice the speed, a sort ten times faster, and no thread pool that would fight the data loader for cores.
 """
 
 import functools
 import math
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -231,3 +232,32 @@ def attention_backward(qkv, gradient, heads):
     ds, p = ds.div_(math.sqrt(q.shape[3])).to(q.dtype), p.to(g.dtype)
     parts = torch.stack([ds @ k, ds.transpose(2, 3) @ q, p.transpose(2, 3) @ g])  # [3,B,H,T,D]
     return parts.permute(1, 3, 0, 2, 4).flatten(2)
+
+
+def unit_norms(flats, bounds):
+    norms = torch._foreach_norm([flat[a:b] for flat in flats for a, b in pairwise(bounds)])
+    return torch.stack(norms).view(len(flats), -1)
+
+
+def update_parameters(state, gradient, norms, rates, *, bounds, rule):
+    finite = norms[0].isfinite().all()
+    if not finite:
+        return finite
+    (lr, share), average = rates.tolist(), state.average
+    if len(average):
+        vector, started = len(norms) == 2, state.step > 0
+        previous = norms[1] if vector else average
+        factors = torch.where(started & (norms[0] > rule.alpha * previous), previous / norms[0], 1.0).tolist()
+        average.lerp_(gradient if vector else norms[0], torch.where(started, 1 - rule.clip_momentum, 1.0))
+        for (a, b), factor in zip(pairwise(bounds), factors, strict=True):
+            if factor != 1:
+                gradient[a:b] *= factor
+    state.step.add_(1)
+    torch._fused_adamw_(
+        [state.values], [gradient], [state.first], [state.second], [], [state.step], lr=lr, beta1=rule.beta1,
+        beta2=rule.beta2, weight_decay=rule.decay, eps=rule.eps, amsgrad=False, maximize=False,
+    )  # fmt: skip
+    state.keys.lerp_(state.values[: len(state.keys)], torch.tensor(share))
+    for copy, of in ((state.copies, state.values), (state.key_copies, state.keys)):
+        copy.copy_(of[: len(copy)])
+    return finite

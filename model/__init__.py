@@ -1,15 +1,16 @@
-"""The networks, the loss and the gradient clip."""
+"""The networks, the loss and the optimizer."""
 
-from .clip import AdaptiveClip, clip_units
+from .clip import clip_units
 from .encoder import by_class_token, create_encoder, encode, patch_grid, timm_arguments
 from .flat import FlatParameters
 from .heads import KeyNetwork, QueryNetwork
 from .loss import contrastive_loss
+from .optimizer import Optimizer
 
 __all__ = [
-    "AdaptiveClip",
     "FlatParameters",
     "KeyNetwork",
+    "Optimizer",
     "QueryNetwork",
     "by_class_token",
     "clip_units",

@@ -7,6 +7,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from kernels import unit_norms
+
 ALIGNMENT = 64  # elements; what lies between two parameters stays 0
 
 
@@ -14,7 +16,7 @@ class FlatParameters:
     """Parameters, and their gradients, one behind the other; the parameters of a unit (``clip_units``) are neighbours.
 
     ``values`` and ``gradient`` are float32 [n]. The parameters of the modules become views of ``values`` and keep their
-    shapes; ``units`` holds the slice of each unit.
+    shapes; unit i goes from ``bounds[i]`` to ``bounds[i + 1]``.
 
     Of a network that FSDP2 has sharded, each rank holds the parts that are its own. FSDP keeps the storage of the
     parameters, so ``values`` is then a copy, which ``publish`` writes back.
@@ -23,10 +25,10 @@ class FlatParameters:
     def __init__(self, units: list[list[nn.Parameter]]):
         self.parameters = [parameter for unit in units for parameter in unit]
         self.sharded = isinstance(self.parameters[0], DTensor)
-        self._places, self.units = _layout([[_own(parameter).shape for parameter in unit] for unit in units])
-        self._whole_places, whole_units = _layout([[parameter.shape for parameter in unit] for unit in units])
-        self.whole_size = whole_units[-1].stop
-        self.values = torch.zeros(self.units[-1].stop, device=_own(self.parameters[0]).device)
+        self._places, self.bounds = _layout([[_own(parameter).shape for parameter in unit] for unit in units])
+        self._whole_places, whole_bounds = _layout([[parameter.shape for parameter in unit] for unit in units])
+        self.whole_size = whole_bounds[-1]
+        self.values = torch.zeros(self.bounds[-1], device=_own(self.parameters[0]).device)
         self.gradient = torch.zeros_like(self.values)
         self._values, self._gradients = (_views(flat, self._places) for flat in (self.values, self.gradient))
         self.read()
@@ -50,9 +52,9 @@ class FlatParameters:
         torch._foreach_copy_(self._gradients, [_own(parameter.grad) for parameter in self.parameters])
         return self.gradient
 
-    def norms(self, flat: Tensor) -> Tensor:
-        """L2 norm of each unit's part, over all ranks, of a tensor like ``values``: [units]."""
-        norms = torch.stack(torch._foreach_norm([flat[unit] for unit in self.units]))
+    def norms(self, *flats: Tensor) -> Tensor:
+        """L2 norms of each unit's part, over all ranks, of one or two tensors like ``values``: [1 or 2,units]."""
+        norms = unit_norms(flats, bounds=self.bounds)
         if self.sharded:
             squares = norms.square()
             dist.all_reduce(squares)
@@ -97,16 +99,15 @@ def _own(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.data
 
 
-def _layout(units: list[list[torch.Size]]) -> tuple[list[tuple[int, torch.Size]], list[slice]]:
-    """(start, shape) of each parameter, and the slice of each unit."""
-    places, slices, end = [], [], 0
+def _layout(units: list[list[torch.Size]]) -> tuple[list[tuple[int, torch.Size]], list[int]]:
+    """(start, shape) of each parameter, and where the units end, from 0."""
+    places, bounds, end = [], [0], 0
     for unit in units:
-        start = end
         for shape in unit:
             places.append((end, shape))
             end += -(-math.prod(shape) // ALIGNMENT) * ALIGNMENT
-        slices.append(slice(start, end))
-    return places, slices
+        bounds.append(end)
+    return places, bounds
 
 
 def _views(flat: Tensor, places: list[tuple[int, torch.Size]]) -> list[Tensor]:

@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_map_only
 from kernels import gather_patches, sample_views
 from kernels.reference import MAX_PATCHES
 from model import (
-    AdaptiveClip,
     FlatParameters,
     KeyNetwork,
+    Optimizer,
     QueryNetwork,
     by_class_token,
     clip_units,
@@ -92,19 +92,14 @@ class Training:
                 _shard(network, compiled=compiled, half=self.half)
         units = clip_units(self.network)
         self.flat = FlatParameters([[self.network.get_parameter(name) for name in unit] for unit in units])
+        self.key_flat = None
         if self.key_network is not None:  # all units but the predictor, which is the last
             shared = [[self.key_network.get_parameter(name) for name in unit] for unit in units[:-1]]
             self.key_flat = FlatParameters(shared)
-        everything = nn.Parameter(self.flat.values)
-        everything.grad = self.flat.gradient
-        self.optimizer = torch.optim.AdamW(
-            [everything], lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
-        )
-        self.clip = None
-        if config.clip != "off":
-            self.clip = AdaptiveClip(
-                self.flat, momentum=config.clip_momentum, alpha=config.clip_alpha, variant=config.clip
-            )
+        self.optimizer = Optimizer(
+            self.flat, self.key_flat, betas=config.betas, weight_decay=config.weight_decay,
+            clip=config.clip, clip_momentum=config.clip_momentum, clip_alpha=config.clip_alpha,
+        )  # fmt: skip
         # What a step calls; the networks themselves are what is saved and exported.
         self.query, self.key = self.network, self.key_network
         if compiled and not sharded:  # batch normalisation over the ranks included
@@ -128,7 +123,8 @@ class Training:
         device; nothing waits for it.
         """
         config = self.config
-        self.optimizer.param_groups[0]["lr"] = learning_rate(config, epoch)
+        momentum = momentum_coefficient(config, epoch) if self.key_network is not None else 1.0
+        self.optimizer.set_rates(learning_rate(config, epoch), momentum)
         dtype = torch.bfloat16 if self.half else torch.float32
         patches = gather_patches(crops, chosen, patch=self.patch, mean=config.mean, std=config.std, dtype=dtype)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
@@ -137,34 +133,17 @@ class Training:
                 keys = self.key(patches, chosen) if self.key is not None else projections
             loss, similarity = contrastive_loss(queries, keys, config.temperature)
         loss.backward()
-        finite = self.update(epoch)
+        self.flat.collect()
+        finite = self.optimizer.step()
         self.network.zero_grad(set_to_none=True)
         return [loss.detach(), similarity, spread], finite
-
-    @torch.no_grad()
-    def update(self, epoch: float) -> Tensor:
-        """Clip, AdamW and momentum encoder, from the gradients of the parameters."""
-        gradient = self.flat.collect()
-        norms = self.flat.norms(gradient)
-        finite = norms.isfinite().all()
-        gradient.masked_fill_(~finite, 0)
-        if self.clip is not None:
-            self.clip(gradient, norms, finite)
-        self.optimizer.found_inf = 1 - finite.float()  # at 1, the fused AdamW leaves everything as it is
-        self.optimizer.step()
-        self.flat.publish()
-        if self.key_network is not None:
-            keys = self.key_flat.values
-            keys.lerp_(self.flat.values[: len(keys)], finite * (1 - momentum_coefficient(self.config, epoch)))
-            self.key_flat.publish()
-        return finite
 
     def state_dict(self, *, keep: bool = True) -> dict[str, Any]:
         """A copy, on the CPU, of all that a step changes, as one process alone has it: the same for any number of
         ranks, sharded or not. All ranks have to call it; those that do not ``keep`` it get empty tensors."""
-        parts = {"network": self.network, "key_network": self.key_network, "clip": self.clip}
+        parts = {"network": self.network, "key_network": self.key_network}
         state = {name: part.state_dict() for name, part in parts.items() if part is not None}
-        state["optimizer"] = self.optimizer.state_dict()
+        state |= self.optimizer.state_dict()
 
         def whole(tensor: Tensor) -> Tensor:
             if isinstance(tensor, DTensor):
@@ -177,16 +156,14 @@ class Training:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Puts back what ``state_dict`` has returned."""
-        for name, flat in (("network", self.flat), ("key_network", getattr(self, "key_flat", None))):
+        for name, flat in (("network", self.flat), ("key_network", self.key_flat)):
             if flat is not None:
                 network = getattr(self, name)
                 there = network.state_dict()
                 network.load_state_dict({key: _like(there.get(key), value) for key, value in state[name].items()})
                 flat.read()
-        own = {name: tree_map_only(Tensor, self._own, state[name]) for name in ("optimizer", "clip") if name in state}
-        self.optimizer.load_state_dict(own["optimizer"])
-        if self.clip is not None:
-            self.clip.load_state_dict(own["clip"])
+        own = {name: state[name] for name in ("optimizer", "clip") if name in state}
+        self.optimizer.load_state_dict(tree_map_only(Tensor, self._own, own))
 
     def encoder(self) -> VisionTransformer:
         """The encoder as it is now, whole: where it is sharded, a copy. All ranks have to call it."""

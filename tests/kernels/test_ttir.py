@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import gather, reference, sampling
+from kernels import gather, reference, sampling, update
 from kernels.compiled import compile_for
 from tests.kernels.test_gather import MEAN, STD
 from tests.kernels.test_sampling import PAIRS
+from tests.kernels.test_update import BOUNDS, RULE, arguments, check
 from tests.kernels.ttir import evaluate
 
 # grid, keep, groups, pairs of crops, patch, dtype of the patches: Triton's name, PyTorch's, numpy's for its bits
@@ -120,3 +121,31 @@ def test_gather_beyond_two_to_the_31_words(tmp_path):
     kwargs = {"patch": patch, "mean": MEAN, "std": STD, "dtype": torch.bfloat16}
     want = reference.gather_patches([torch.from_numpy(crops[-1:])] * 2, index[:, None], **kwargs)
     assert torch.equal(torch.from_numpy(out[:, -1:]).view(torch.bfloat16), want)
+
+
+@pytest.mark.parametrize("wrong", [None, math.nan], ids=["finite", "not finite"])
+def test_update(monkeypatch, wrong):
+    """A step with all that there may be: clip by a vector, momentum network, copies in bfloat16."""
+    monkeypatch.setattr(update, "CHUNK", 2)  # the blocks of a unit in several turns
+    made = {name: kernel.asm["ttir"] for name, kernel in islice(compile_for(90, rule=RULE), 5, None)}
+    args = arguments("vector", half=torch.bfloat16, wrong=wrong)
+    state = update.State(*(x.clone() for x in args[0]))
+    arrays = {
+        name: x.view(torch.int16 if x.dtype == torch.bfloat16 else x.dtype) for name, x in state._asdict().items()
+    }
+    arrays = {name: x.view(-1).numpy() for name, x in (arrays | {"gradient": args[1], "rates": args[2]}).items()}
+    starts, ends, unit, bounds = (x.numpy() for x in update._blocks(BOUNDS, torch.device("cpu")))
+    blocks, units = len(starts), len(BOUNDS) - 1
+    squares, norms = np.full((2, blocks), np.nan, np.float32), np.full((2, units), np.nan, np.float32)
+    for row in range(2):  # the evaluator wants the pointers of one load in one buffer, and the bounds of one loop
+        flats, programs = (arrays["gradient"], arrays["average"]), [(block, row) for block in range(blocks)]
+        evaluate(made["unit_squares"], [*flats, starts, ends, squares, blocks], programs)
+        for number in range(units):
+            evaluate(made["unit_norms"], [squares, bounds, norms, blocks, units], [(number, row)])
+    shared, finite = np.full(update.SHARED.value + units, np.nan, np.float32), np.full(1, -1, np.int8)
+    previous = norms[1].copy()
+    evaluate(made["update_shared"], [norms, arrays["rates"], arrays["step"], previous, shared, finite, units], [(0, 0)])
+    names = "values", "gradient", "first", "second", "average", "keys", "copies", "key_copies"
+    constants = finite, shared, starts, ends, unit, len(state.keys)
+    evaluate(made["update"], [*(arrays[name] for name in names), *constants], [(block, 0) for block in range(blocks)])
+    check((*state, torch.tensor(bool(finite[0]))), args)
