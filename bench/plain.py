@@ -57,7 +57,7 @@ class Plain:
     def __init__(self, config: Config, device: torch.device):
         self.config = config
         _, self.grid, self.keep = plan_patches(config)
-        self.network = Network(config).to(device)
+        self.network = self.query = Network(config).to(device)
         self.key_network = copy.deepcopy(self.network).requires_grad_(False) if config.ema is not None else None
         self.optimizer = torch.optim.AdamW(
             (p for p in self.network.parameters() if p.requires_grad),

@@ -170,8 +170,8 @@ def kept(config: Config, element: int) -> int:
     class token; in half precision, where its attention is plain products, queries and keys are float32, and each weight
     is kept in float32 and in half. Then the input and the output of the last norm; of the heads,
     per image, the input of every batch norm, and the output where another product follows; normalised queries and
-    keys, and their similarities, in float32; a learned embedding's patches; of learned positions the patch numbers; in
-    half precision the weights of the products once more. Autocast on a GPU has layer norms in float32, whose inputs
+    keys, and their similarities, in float32; a learned embedding's patches; of learned positions the patch numbers.
+    Autocast on a GPU has layer norms in float32, whose inputs
     are then 4 bytes a number.
     """
     s = Sizes.of(config)
@@ -185,6 +185,4 @@ def kept(config: Config, element: int) -> int:
         total += images * element * (2 * sum(head[1:-1]) + head[-1])
     total += images * (element * s.predictor[0] + 4 * (2 * s.predictor[-1] + s.images))
     total += patches * (s.pixels * element * s.learned_embedding + 4 * (config.position_embedding == "learned"))
-    if element != 4:
-        total += (s.parameters()[0] - s.pixels * s.width * s.learned_embedding) * element
     return total

@@ -67,9 +67,11 @@ class Synthetic:
 
     def kept(self) -> int:
         """Bytes that autograd saves for the backward pass of a step."""
-        chosen = self.training.sample(self.loaded, epoch=0)
+        training = self.training
+        chosen = training.sample(self.loaded, epoch=0)
         return saved_bytes(
-            lambda: self.training.step(self.loaded.views, chosen[:, :, 0], epoch=0), self.training.network.parameters()
+            lambda: training.step(self.loaded.views, chosen[:, :, 0], epoch=0),
+            [*training.network.parameters(), *training.query.parameters()],
         )
 
 

@@ -1,5 +1,6 @@
 """The parameters of a network as parts of one tensor: an update is then a few operations on all of them at once."""
 
+import copy
 import math
 
 import torch
@@ -20,6 +21,9 @@ class FlatParameters:
 
     Of a network that FSDP2 has sharded, each rank holds the parts that are its own. FSDP keeps the storage of the
     parameters, so ``values`` is then a copy, which ``publish`` writes back.
+
+    For products in bfloat16, ``working`` gives a network with weights in that type; ``copies``, bfloat16 [n], are then
+    what its weights are views of, and the gradients are its own.
     """
 
     def __init__(self, units: list[list[nn.Parameter]]):
@@ -31,15 +35,37 @@ class FlatParameters:
         self.values = torch.zeros(self.bounds[-1], device=_own(self.parameters[0]).device)
         self.gradient = torch.zeros_like(self.values)
         self._values, self._gradients = (_views(flat, self._places) for flat in (self.values, self.gradient))
+        self.copies = self.values.new_zeros(0, dtype=torch.bfloat16)
+        self._running = self.parameters  # those of the network that runs
+        self._fixed: dict[Tensor, Tensor] = {}  # further copies, of parameters that nothing changes but a checkpoint
         self.read()
         if not self.sharded:
             for parameter, view in zip(self.parameters, self._values, strict=True):
                 parameter.data = view
 
+    def working(self, network: nn.Module) -> nn.Module:
+        """A twin of ``network``, whose parameters these are, with weights and biases of linear and convolution layers
+        in bfloat16, as autocast casts them; all other parameters are those of ``network`` itself. Not for shards."""
+        self.copies = torch.zeros_like(self.values, dtype=torch.bfloat16)
+        views = dict(zip(self.parameters, _views(self.copies, self._places), strict=True))
+        twins = {parameter: parameter for parameter in network.parameters()}
+        for module in network.modules():
+            if isinstance(module, (nn.Linear, nn.Conv2d)):
+                for parameter in module.parameters(recurse=False):
+                    if parameter not in views:
+                        views[parameter] = self._fixed[parameter] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+                    twins[parameter] = nn.Parameter(views[parameter], requires_grad=parameter.requires_grad)
+        self._running = [twins[parameter] for parameter in self.parameters]
+        self.read()
+        return copy.deepcopy(network, {id(parameter): twin for parameter, twin in twins.items()})
+
     @torch.no_grad()
     def read(self) -> None:
-        """``values``, from the parameters."""
+        """``values``, and what is made of them, from the parameters."""
         torch._foreach_copy_(self._values, [_own(parameter) for parameter in self.parameters])
+        self.copies.copy_(self.values[: len(self.copies)])
+        for parameter, fixed in self._fixed.items():
+            fixed.copy_(parameter)
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -48,8 +74,15 @@ class FlatParameters:
             torch._foreach_copy_([_own(parameter) for parameter in self.parameters], self._values)
 
     def collect(self) -> Tensor:
-        """``gradient``, from the gradients of the parameters."""
-        torch._foreach_copy_(self._gradients, [_own(parameter.grad) for parameter in self.parameters])
+        """``gradient``, from the gradients of the parameters of the network that runs, which are let go."""
+        found: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}  # a call for each is one kernel on a GPU
+        for parameter, place in zip(self._running, self._gradients, strict=True):
+            places, gradients = found.setdefault(parameter.dtype, ([], []))
+            places.append(place)
+            gradients.append(_own(parameter.grad))
+            parameter.grad = None
+        for places, gradients in found.values():
+            torch._foreach_copy_(places, gradients)
         return self.gradient
 
     def norms(self, *flats: Tensor) -> Tensor:

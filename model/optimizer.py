@@ -13,7 +13,8 @@ EPS = 1e-8
 
 
 class Optimizer:
-    """Updates the parameters of ``flat``, and ``keys``, a momentum network's, which are those of the first units.
+    """Updates the parameters of ``flat`` and of ``keys``, a momentum network that has those of the first units, and the
+    copies of both (``FlatParameters.working`` has to come before).
 
     ``clip``: "vector" and "norm" are the variants of the average G in ``kernels/update.py``, where the equations stand;
     "off" is no clip. All that a step depends on is on the device, and nothing waits for it.
@@ -29,7 +30,8 @@ class Optimizer:
         size = {"off": 0, "norm": len(flat.bounds) - 1, "vector": len(flat.values)}[clip]
         self.state = State(
             values=flat.values, first=new(len(flat.values)), second=new(len(flat.values)), step=new(()),
-            average=new(size), keys=new(0) if keys is None else keys.values, copies=new(0), key_copies=new(0),
+            average=new(size), keys=new(0) if keys is None else keys.values, copies=flat.copies,
+            key_copies=flat.copies[:0] if keys is None else keys.copies,
         )  # fmt: skip
         self.vector = clip == "vector"
         self.rates = new(2, dtype=torch.float64)

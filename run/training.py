@@ -96,15 +96,19 @@ class Training:
         if self.key_network is not None:  # all units but the predictor, which is the last
             shared = [[self.key_network.get_parameter(name) for name in unit] for unit in units[:-1]]
             self.key_flat = FlatParameters(shared)
+        # What a step calls; the networks themselves are what is saved and exported.
+        self.query, self.key = self.network, self.key_network
+        # So that autocast casts no weight. FSDP casts by itself, and DDP would add gradients of copies in bfloat16.
+        if self.half and not sharded and ranks == 1:
+            self.query = self.flat.working(self.network)
+            self.key = self.key_network and self.key_flat.working(self.key_network)
         self.optimizer = Optimizer(
             self.flat, self.key_flat, betas=config.betas, weight_decay=config.weight_decay,
             clip=config.clip, clip_momentum=config.clip_momentum, clip_alpha=config.clip_alpha,
         )  # fmt: skip
-        # What a step calls; the networks themselves are what is saved and exported.
-        self.query, self.key = self.network, self.key_network
         if compiled and not sharded:  # batch normalisation over the ranks included
-            self.query = torch.compile(self.network, dynamic=False, fullgraph=True)
-            self.key = self.key_network and torch.compile(self.key_network, dynamic=False, fullgraph=True)
+            self.query = torch.compile(self.query, dynamic=False, fullgraph=True)
+            self.key = self.key and torch.compile(self.key, dynamic=False, fullgraph=True)
         if ranks > 1 and not sharded:
             self.query = DistributedDataParallel(self.query, gradient_as_bucket_view=True, static_graph=True)
             if config.compress_gradients:
@@ -135,7 +139,6 @@ class Training:
         loss.backward()
         self.flat.collect()
         finite = self.optimizer.step()
-        self.network.zero_grad(set_to_none=True)
         return [loss.detach(), similarity, spread], finite
 
     def state_dict(self, *, keep: bool = True) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import pytest
 import timm
 import torch
 from conftest import on_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import clip_units
@@ -67,7 +68,7 @@ def check_a_poisoned_step(config, device, compiled):
         assert training.step(loaded.views, chosen[:, :, 0], 0.5)[1]
         if poisoned:
             before = state(training)
-            weight = training.network.predictor[0].weight
+            weight = training.query.predictor[0].weight  # of the network that runs: in half precision a copy
             kept = weight.detach().clone()
             with torch.no_grad():
                 weight[0, 0] = float("nan")
@@ -104,6 +105,43 @@ def test_bfloat16_trains_alike(device, compiled):
     assert losses[1] != losses[0] and losses[1] == pytest.approx(losses[0], rel=0.05)
     assert torch.cosine_similarity(*gradients, dim=0) > 0.98
     check_a_poisoned_step(half, torch.device(device), compiled)
+
+
+class Casts(TorchDispatchMode):
+    """Notes the storages of what is cast."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten._to_copy.default:
+            self.found.add(args[0].untyped_storage().data_ptr())
+        return function(*args, **kwargs or {})
+
+
+def test_weights_run_in_copies_that_the_update_makes():
+    """In bfloat16 no weight is cast in a step; the copies follow the weights, through a checkpoint too, frozen ones
+    with them; what is evaluated and exported is float32."""
+    config = dataclasses.replace(CONFIG, precision="bfloat16", frozen_patch_embed=True)
+    training, other = Training(config, CPU), Training(dataclasses.replace(config, seed=1), CPU)
+    loaded = batch()
+    chosen = training.sample(loaded, 0)
+    for group in range(2):
+        with Casts() as casts:
+            training.step(loaded.views, chosen[:, :, group], 0.5)
+        networks = training.network, training.key_network, training.query, training.key
+        weights = {p.untyped_storage().data_ptr() for network in networks for p in network.parameters()}
+        assert casts.found and not casts.found & weights
+        other.load_state_dict(training.state_dict())
+        for network, running in zip(networks[:2], networks[2:], strict=True):
+            types = {}
+            for (name, value), copied in zip(network.named_parameters(), running.parameters(), strict=True):
+                assert value.dtype == torch.float32 and torch.equal(copied, value.to(copied.dtype)), name
+                types.setdefault(copied.dtype, set()).add(name.rsplit(".", 2)[-2])
+            assert types[torch.bfloat16] >= {"qkv", "proj", "fc1", "fc2"} and "norm1" in types[torch.float32]
+    steps = [x.step(loaded.views, chosen[:, :, 2], 0.5)[0][0] for x in (training, other)]
+    assert torch.equal(*steps) and same(state(training), state(other))
 
 
 def noted_gradients(training):
