@@ -148,10 +148,11 @@ def overlap(size: Size, device: torch.device, seconds: float) -> tuple[int, dict
 
 
 def gathering(size: Size, device: torch.device, seconds: float) -> tuple[int, dict]:
-    """The same of cutting out and normalising the kept patches of both views of a group."""
-    views, dtype = [crops_and_index(size, device) for _ in range(2)], type_of_training(device)
+    """The same of cutting out and normalising the kept patches of both views, of all groups."""
+    views, dtype = [crops_and_index(size, device, GROUPS) for _ in range(2)], type_of_training(device)
     crops, indices = zip(*views, strict=True)
-    index, settings = torch.stack(indices), {"patch": size.patch, "mean": MEAN, "std": STD, "dtype": dtype}
+    index = torch.stack(indices).unflatten(2, (GROUPS, size.keep))
+    settings = {"patch": size.patch, "mean": MEAN, "std": STD, "dtype": dtype}
     rows = torch.arange(size.batch, device=device)[:, None]
 
     def by_index():
@@ -165,7 +166,7 @@ def gathering(size: Size, device: torch.device, seconds: float) -> tuple[int, di
         "torch indexing": by_index,
         "normalise all, index": everything,
     }
-    pixels = 2 * size.batch * size.keep * 3 * size.patch**2
+    pixels = index.numel() * 3 * size.patch**2
     moved = pixels * (1 + torch.finfo(dtype).bits // 8) + index.nbytes
     return moved, measure(calls, device, seconds=seconds)
 
@@ -211,11 +212,11 @@ def type_of_training(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def crops_and_index(size: Size, device: torch.device):
-    """Crops of one view, uint8 [B,H,W,3], and kept patches, int32 [B,K]."""
+def crops_and_index(size: Size, device: torch.device, groups: int = 1):
+    """Crops of one view, uint8 [B,H,W,3], and the kept patches of so many groups, int32 [B,R*K]."""
     pixels = size.side * size.patch
     crops = torch.randint(0, 256, (size.batch, pixels, pixels, 3), dtype=torch.uint8, device=device)
-    return crops, torch.rand(size.batch, math.prod(size.grid), device=device).argsort(1)[:, : size.keep].int()
+    return crops, torch.rand(size.batch, math.prod(size.grid), device=device).argsort(1)[:, : groups * size.keep].int()
 
 
 def conclusions(d: dict) -> dict:
@@ -236,9 +237,9 @@ def conclusions(d: dict) -> dict:
         times = [row[f"{name}_us"] / 1e3 for name in ("p50", "p20", "p80")]
         label, ours = f"{row['operation']}: {row['provider']}", row["times_ours"] == 1
         panels.setdefault(f"{row['size']}, batch {row['batch']}", []).append(bar(label, *times, ours=ours))
-    stages = {"sample_views": "sample", "gather_patches": "gather"}
+    stages = {"sample_views": ("sample", 1), "gather_patches": ("gather", GROUPS)}  # the path has a group's gather
     path = {
-        stages[row["provider"]]: {"seconds": row["p50_us"] / 1e6}
+        stages[row["provider"]][0]: {"seconds": row["p50_us"] / 1e6 / stages[row["provider"]][1]}
         for row in rows
         if row["provider"] in stages and row["size"] == SIZES[0].name and row["batch"] == PATH_BATCH
     }

@@ -49,7 +49,7 @@ class Network(nn.Module):
 
 
 class Plain:
-    """``sample`` and ``step`` as those of ``Training``."""
+    """``sample``, ``gather`` and ``step`` as those of ``Training``; what is gathered are the crops as they are."""
 
     half = False
     sample = Training.sample
@@ -66,6 +66,9 @@ class Plain:
         self.units = [[self.network.get_parameter(name) for name in unit] for unit in clip_units(self.network)]
         self.averages = {}
         self.mean, self.std = (torch.tensor(x, device=device)[:, None, None] for x in (config.mean, config.std))
+
+    def gather(self, crops: tuple[Tensor, Tensor], chosen: Tensor) -> list[tuple[Tensor, Tensor]]:
+        return [crops] * chosen.shape[2]
 
     def step(self, crops: tuple[Tensor, Tensor], chosen: Tensor, epoch: float) -> Tensor:
         config = self.config

@@ -61,16 +61,18 @@ class Synthetic:
 
     def batch(self) -> None:
         chosen = self.training.sample(self.loaded, epoch=self.steps)
+        patches = self.training.gather(self.loaded.views, chosen)
         for group in range(chosen.shape[2]):
-            self.training.step(self.loaded.views, chosen[:, :, group], epoch=self.steps * 1e-4)
+            self.training.step(patches[group], chosen[:, :, group], epoch=self.steps * 1e-4)
             self.steps += 1
 
     def kept(self) -> int:
         """Bytes that autograd saves for the backward pass of a step."""
         training = self.training
-        chosen = training.sample(self.loaded, epoch=0)
+        chosen = training.sample(self.loaded, epoch=0)[:, :, :1].contiguous()
+        patches = training.gather(self.loaded.views, chosen)
         return saved_bytes(
-            lambda: training.step(self.loaded.views, chosen[:, :, 0], epoch=0),
+            lambda: training.step(patches[0], chosen[:, :, 0], epoch=0),
             [*training.network.parameters(), *training.query.parameters()],
         )
 

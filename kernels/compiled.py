@@ -9,8 +9,8 @@ from kernels import gather, overlap, sampling, short_attention, update
 _TYPES = dict.fromkeys(("boxes", "first", "second", "index"), "*i32")
 _TYPES |= dict.fromkeys(("sample", "seed", "epoch", "table", "starts", "ends"), "*i64")
 _TYPES |= dict.fromkeys(("flips", "crops0", "crops1", "finite"), "*u8")
-_TYPES |= dict.fromkeys(("factor", "shift", "patches", "stride_v", "stride_b", "stride_k"), "i32")
-_TYPES |= dict.fromkeys(("blocks", "units", "of_keys"), "i32")
+_TYPES |= dict.fromkeys(("factor", "shift", "views", "images", "blocks", "units", "of_keys"), "i32")
+_TYPES |= dict.fromkeys(("stride_v", "stride_b", "stride_r", "stride_k"), "i32")
 _FLAT = "flat0", "flat1", "squares", "norms", "step", "average", "shared", "values", "gradient", "keys", "out"
 _FLAT = dict.fromkeys((*_FLAT, "first", "second"), "*fp32") | {"bounds": "*i32", "unit": "*i64", "rates": "*fp64"}
 
@@ -32,7 +32,7 @@ def compile_for(capability, *, grid=(14, 14), keep=49, groups=4, patch=16, heads
     for name, kernel, sizes, types in (
         ("sample_views", sampling._sample_kernel, cover | {"SORT": True}, {}),
         ("patch_overlap", overlap._overlap_kernel, dict(cover), {"out": "*fp32"}),
-        ("gather_patches", gather._gather_kernel, gather.tile(grid, keep, patch, 8), {"out": half}),
+        ("gather_patches", gather._gather_kernel, gather.tile(grid, groups, keep, patch, 8), {"out": half}),
         ("attention", short_attention._attention_kernel, dict(attention), {"qkv": half, "out": half}),
         (
             "attention_backward", short_attention._attention_backward_kernel, dict(attention),

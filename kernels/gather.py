@@ -8,10 +8,14 @@ No compiler may contract that (a fused multiply-add is a multiplication and then
 interpreter and every GPU agree bit for bit. The two constants are rounded to float32 on the host; a last rounding gives
 bfloat16 or float16.
 
-Kernel: one launch for both views. A lane per V pixels in a row of a patch; V = 8, 4, 2 or 1 is the largest that divides
-P and the crops' addresses. The 3*V interleaved bytes are three whole words of V bytes, and each channel gets V
-neighbouring values (16 bytes for V = 8 in half precision). Pixels that are not kept are never read. A view moves
-B*K*3*P*P bytes in, two or four times as many out, and 4 bytes of index a patch.
+Kernel: one launch for both views and for all groups, out[r, v, b, k] from index[v, b, r, k]. A lane per V pixels in a
+row of a patch; V = 8, 4, 2 or 1 is the largest that divides P and the crops' addresses. The 3*V interleaved bytes are
+three whole words of V bytes, and each channel gets V neighbouring values (16 bytes for V = 8 in half precision). Pixels
+that are not kept are never read. A view and group moves B*K*3*P*P bytes in, two or four times as many out, and 4 bytes
+of index a patch.
+
+Programs go image by image through all groups: memory comes in pieces that neighbouring patches share (a row of a patch
+of 16 pixels is 48 bytes), and what one group has fetched of an image is still in the cache for the next.
 """
 
 import math
@@ -40,18 +44,18 @@ def _pixels(word0, word1, word2, FIRST: tl.constexpr, STEP: tl.constexpr, COUNT:
 
 @triton.jit
 def _gather_kernel(
-    crops0, crops1, index, out, offset0, offset1, offset2, factor0, factor1, factor2, patches,
-    stride_v, stride_b, stride_k,
-    K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, P: tl.constexpr, V: tl.constexpr, WORD: tl.constexpr,
-    BLOCK: tl.constexpr, LANES: tl.constexpr,
+    crops0, crops1, index, out, offset0, offset1, offset2, factor0, factor1, factor2, views, images,
+    stride_v, stride_b, stride_r, stride_k,
+    R: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, P: tl.constexpr, V: tl.constexpr,
+    WORD: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     o_patch = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    m_patch = o_patch < patches
-    b, k = (o_patch // K).to(tl.int64), o_patch % K
+    m_patch = o_patch < images * (R * K)
+    b, r, k = (o_patch // (R * K)).to(tl.int64), o_patch // K % R, o_patch % K
     view = tl.program_id(1).to(tl.int64)
     crops = tl.where(view == 0, crops0, crops1)
-    out += view * patches * (3 * P * P)
-    number = tl.load(index + view * stride_v + b * stride_b + k * stride_k, mask=m_patch, other=0)
+    o_index = view * stride_v + b * stride_b + r * stride_r + k * stride_k
+    number = tl.load(index + o_index, mask=m_patch, other=0)
     known = (number >= 0) & (number < ROWS * COLUMNS)
     # Offsets in words of V bytes; those of images and of output patches may exceed 2**31.
     corner = (number // COLUMNS * (P * COLUMNS) + number % COLUMNS) * (P * 3 // V)
@@ -65,7 +69,8 @@ def _gather_kernel(
     word1 = tl.load(p_word + 1, mask=m_word, other=0)
     word2 = tl.load(p_word + 2, mask=m_word, other=0)
 
-    p_out = (out + o_patch.to(tl.int64) * (3 * P * P))[:, None, None] + (unit * V)[None, :, None]
+    o_out = (((r * views + view) * images + b) * K + k) * (3 * P * P)
+    p_out = (out + o_out)[:, None, None] + (unit * V)[None, :, None]
     p_out += tl.arange(0, V)[None, None, :]
     for c in tl.static_range(3):
         offset = offset0 if c == 0 else (offset1 if c == 1 else offset2)
@@ -75,26 +80,27 @@ def _gather_kernel(
         tl.store(p_out + c * (P * P), value.to(out.dtype.element_ty), mask=m_unit[:, :, None])
 
 
-def tile(grid, keep, patch, alignment):
+def tile(grid, groups, keep, patch, alignment):
     """Sizes of one program: about 128 lanes in 2 warps, 48 bytes each at V = 8; 512 are slower by 6 % on an H100."""
     width = math.gcd(8, patch, alignment)
     lanes = triton.next_power_of_2(patch * patch // width)
     word = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}[width]
-    sizes = {"K": keep, "ROWS": grid[0], "COLUMNS": grid[1], "P": patch, "V": width, "WORD": word}
+    sizes = {"R": groups, "K": keep, "ROWS": grid[0], "COLUMNS": grid[1], "P": patch, "V": width, "WORD": word}
     return sizes | {"BLOCK": max(1, 128 // lanes), "LANES": lanes, "num_warps": 2}
 
 
 def _launch(crops, index, patch, mean, std, dtype):
-    out = torch.empty(*index.shape, 3 * patch * patch, dtype=dtype, device=index.device)
+    out = torch.empty(*reference.gathered_shape(index, patch), dtype=dtype, device=index.device)
     if out.numel():
         crops = [view.contiguous() for view in crops]
-        views, b, keep = index.shape
+        index = index if index.dim() == 4 else index.unsqueeze(2)
+        views, b, groups, keep = index.shape
         grid = crops[0].shape[1] // patch, crops[0].shape[2] // patch
-        sizes = tile(grid, keep, patch, math.gcd(*(view.data_ptr() for view in crops)))
+        sizes = tile(grid, groups, keep, patch, math.gcd(*(view.data_ptr() for view in crops)))
         offset, factor = reference.normalisation(mean, std)
-        programs = triton.cdiv(b * keep, sizes["BLOCK"]), views
+        programs = triton.cdiv(b * groups * keep, sizes["BLOCK"]), views
         with torch.cuda.device_of(out):
-            args = crops[0], crops[-1], index, out, *offset, *factor, b * keep, *index.stride()
+            args = crops[0], crops[-1], index, out, *offset, *factor, views, b, *index.stride()
             _gather_kernel[programs](*args, **sizes)
     return out
 
@@ -113,7 +119,7 @@ _op.register_kernel("cuda")(_launch)
 
 @_op.register_fake
 def _(crops, index, patch, mean, std, dtype):
-    return index.new_empty(*index.shape, 3 * patch * patch, dtype=dtype)
+    return index.new_empty(reference.gathered_shape(index, patch), dtype=dtype)
 
 
 def gather_patches(crops, index, *, patch, mean, std, dtype):
@@ -122,8 +128,8 @@ def gather_patches(crops, index, *, patch, mean, std, dtype):
     ``crops`` uint8 [B,H,W,3], H and W multiples of P; ``index`` int32 [B,K], row-major patch numbers, with any strides
     (such as ``first[:, r]`` from ``sample_views``); ``mean``, ``std`` three floats each, in units of pixel/255;
     ``dtype`` float32, bfloat16 or float16. With ``crops`` a pair of such tensors of the same shape and ``index``
-    [2,B,K], both views come from one launch: [2,B,K,3*P*P]. A number outside of the grid raises on a CPU and gives NaN
-    on a GPU.
+    [2,B,K], both views come from one launch: [2,B,K,3*P*P]; with ``index`` [2,B,R,K], all groups of ``sample_views``
+    too: [R,2,B,K,3*P*P]. A number outside of the grid raises on a CPU and gives NaN on a GPU.
     """
     if isinstance(crops, torch.Tensor):
         check_tensor("index", index, torch.int32, (*crops.shape[:1], None), crops.device)
@@ -133,7 +139,8 @@ def gather_patches(crops, index, *, patch, mean, std, dtype):
     check_tensor("crops", crops[0], torch.uint8, (None, None, None, 3))
     for view in crops[1:]:
         check_tensor("crops[1]", view, torch.uint8, crops[0].shape, crops[0].device)
-    check_tensor("index", index, torch.int32, (len(crops), crops[0].shape[0], None), crops[0].device)
+    groups = (None,) if len(crops) == 2 and getattr(index, "ndim", 0) == 4 else ()
+    check_tensor("index", index, torch.int32, (len(crops), crops[0].shape[0], *groups, None), crops[0].device)
     h, w = crops[0].shape[1:3]
     if patch < 1 or h % patch or w % patch:
         raise ValueError(f"patch: expected a divisor of the crops' {h}x{w} pixels, got {patch}")

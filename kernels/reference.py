@@ -191,6 +191,12 @@ def normalisation(mean, std):
     return offset.float().tolist(), factor.float().tolist()
 
 
+def gathered_shape(index, patch):
+    """[V,B,K,3*P*P] of ``index`` [V,B,K], [R,V,B,K,3*P*P] of [V,B,R,K]."""
+    views, b, *groups, keep = index.shape
+    return *groups, views, b, keep, 3 * patch * patch
+
+
 def gather_patches(crops, index, *, patch, mean, std, dtype):
     if isinstance(crops, torch.Tensor):
         return gather_patches([crops], index[None], patch=patch, mean=mean, std=std, dtype=dtype)[0]
@@ -199,13 +205,16 @@ def gather_patches(crops, index, *, patch, mean, std, dtype):
     if index.numel() and not 0 <= index.min() <= index.max() < h // patch * columns:
         grid = f"{h // patch}x{columns} grid"
         raise ValueError(f"index: expected patch numbers of the {grid}, got {index.min()} to {index.max()}")
-    out = torch.empty(*index.shape, 3, patch, patch, dtype=dtype)
-    offset, factor = (torch.tensor(x) for x in normalisation(mean, std))
-    for pixels, number, view in zip(crops, index.long(), out, strict=True):
-        tiles = pixels.view(b, h // patch, patch, columns, patch, 3)
-        kept = tiles[torch.arange(b)[:, None], number // columns, :, number % columns]  # [B,K,P,P,3]
-        view.copy_(((kept - offset) * factor).permute(0, 1, 4, 2, 3))
-    return out.flatten(3)
+    out = torch.empty(gathered_shape(index, patch), dtype=dtype)
+    groups = index.long().unsqueeze(2) if index.dim() == 3 else index.long()
+    numbers = groups.transpose(1, 2) + torch.arange(b)[:, None] * (h // patch * columns)  # [V,R,B,K], of all images
+    offset, factor = (torch.tensor(x).view(3, 1, 1) for x in normalisation(mean, std))
+    by_group = out if index.dim() == 4 else out.unsqueeze(0)
+    by_view = by_group.unflatten(-1, (3, patch, patch)).unbind(1)
+    for pixels, chosen, view in zip(crops, numbers, by_view, strict=True):
+        tiles = pixels.view(b, h // patch, patch, columns, patch, 3).permute(0, 1, 3, 5, 2, 4).flatten(0, 2)
+        torch.mul(tiles[chosen].float().sub_(offset), factor, out=view)
+    return out
 
 
 def attention_weights(qkv, heads):

@@ -118,8 +118,14 @@ class Training:
         """Patch numbers of both views for all groups of a batch: int32 [2,B,R,K]."""
         return sample_patches(self.config, batch, epoch, grid=self.grid, keep=self.keep)
 
-    def step(self, crops: tuple[Tensor, Tensor], chosen: Tensor, epoch: float) -> tuple[list[Tensor], Tensor]:
-        """One optimizer step on the patches ``chosen`` (int32 [2,B,K]) of the crops (uint8 [B,H,W,3] each).
+    def gather(self, crops: tuple[Tensor, Tensor], chosen: Tensor) -> Tensor:
+        """The patches ``chosen`` (int32 [2,B,R,K]) of the crops (uint8 [B,H,W,3] each), normalised: [R,2,B,K,3*P*P],
+        once a batch for all of its groups. Nothing else reads the crops."""
+        config, dtype = self.config, torch.bfloat16 if self.half else torch.float32
+        return gather_patches(crops, chosen, patch=self.patch, mean=config.mean, std=config.std, dtype=dtype)
+
+    def step(self, patches: Tensor, chosen: Tensor, epoch: float) -> tuple[list[Tensor], Tensor]:
+        """One optimizer step on a group's patches, [2,B,K,3*P*P], with the numbers ``chosen``, int32 [2,B,K].
 
         ``epoch``: passes over the images so far, fractions included, as the schedules count. Returns the ``FIGURES``:
         the loss, the mean cosine similarity of positive pairs, the spread of the features; and whether the gradient was
@@ -129,8 +135,6 @@ class Training:
         config = self.config
         momentum = momentum_coefficient(config, epoch) if self.key_network is not None else 1.0
         self.optimizer.set_rates(learning_rate(config, epoch), momentum)
-        dtype = torch.bfloat16 if self.half else torch.float32
-        patches = gather_patches(crops, chosen, patch=self.patch, mean=config.mean, std=config.std, dtype=dtype)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
             queries, projections, spread = self.query(patches, chosen)
             with torch.no_grad():

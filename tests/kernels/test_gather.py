@@ -44,6 +44,12 @@ def pair(patch, rows, columns, keep, skip, dtype):
     return ((crops, crops.flip(1)), torch.stack([index, index.flip(0)], 1).transpose(0, 1)), kwargs
 
 
+def grouped(*size):
+    """Arguments of three groups of both views in one call, the indices as ``sample_views`` gives them, stacked."""
+    (crops, index), kwargs = pair(*size)
+    return (crops, torch.stack([index, index.flip(1), index.flip(2)], 2)), kwargs
+
+
 def unfolded(crops, index, patch):
     """The same patches by PyTorch's own unfold, of the picture normalised in float32 as gather.py documents."""
     offset, factor = (torch.tensor(x).view(3, 1, 1) for x in reference.normalisation(MEAN, STD))
@@ -90,8 +96,8 @@ def interpreted(tmp_path_factory):
     index[0, 0], index[1, 2], index[2, 5] = -1, 6, 2**31 - 1
     # The launcher itself: the public function would refuse these indices here, but a GPU has no time to look at them.
     calls.append(("gather._launch", ([crops], index[None]), kwargs))
-    calls += [("gather_patches", *pair(*SIZES[name])) for name in PAIRS]
-    names = [*SIZES, "unknown", *(f"pair {name}" for name in PAIRS)]
+    calls += [("gather_patches", *form(*SIZES[name])) for form in (pair, grouped) for name in PAIRS]
+    names = [*SIZES, "unknown", *(f"{form} {name}" for form in ("pair", "groups") for name in PAIRS)]
     return dict(zip(names, interpret(calls, tmp_path_factory.mktemp("gather")), strict=True))
 
 
@@ -106,6 +112,14 @@ def test_both_views_in_one_call(interpreted, name):
     (crops, index), kwargs = pair(*SIZES[name])
     want = torch.stack([kernels.gather_patches(*view, **kwargs) for view in zip(crops, index, strict=True)])
     for got in (kernels.gather_patches(crops, index, **kwargs), interpreted[f"pair {name}"]):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_all_groups_in_one_call(interpreted, name):
+    (crops, index), kwargs = grouped(*SIZES[name])
+    want = torch.stack([kernels.gather_patches(crops, group, **kwargs) for group in index.unbind(2)])
+    for got in (kernels.gather_patches(crops, index, **kwargs), interpreted[f"groups {name}"]):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
@@ -131,9 +145,10 @@ def test_device_equals_reference(size):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("form", [pair, grouped])
 @pytest.mark.parametrize("name", PAIRS)
-def test_both_views_on_a_device(name):
-    (crops, index), kwargs = pair(*SIZES[name])
+def test_both_views_and_all_groups_on_a_device(name, form):
+    (crops, index), kwargs = form(*SIZES[name])
     got = kernels.gather_patches([view.cuda() for view in crops], index.cuda(), **kwargs)
     torch.testing.assert_close(got.cpu(), reference.gather_patches(crops, index, **kwargs), rtol=0, atol=0)
 
@@ -163,6 +178,7 @@ def test_crops_beyond_two_to_the_31_bytes():
         ({"crops": (PAIR[0], PAIR[1][:, :8])}, ValueError, r"crops\[1\].*\[3, 12, 8, 3\].*\[3, 8, 8, 3\]"),
         ({"crops": (PAIR[0], PAIR[1].int())}, TypeError, r"crops\[1\].*uint8.*int32"),
         ({"crops": (PAIR[0], PAIR[1].to("meta"))}, ValueError, r"crops\[1\].*cpu.*meta"),
+        ({"index": torch.zeros(1, 3, 2, 6).int()}, ValueError, r"index.*\[3, any\].*\[1, 3, 2, 6\]"),
         ({"crops": (*PAIR, PAIR[0])}, ValueError, "crops.*pair.*3"),
         ({"crops": PAIR, "index": torch.zeros(2, 3, 6, device="meta").int()}, ValueError, "index.*cpu.*meta"),
         ({"index": torch.tensor([[-1] * 6] * 3).int()}, ValueError, "index.*3x2.*-1 to -1"),
@@ -185,7 +201,8 @@ def test_errors_name_what_was_expected(change, error, words):
 def test_operator_contract():
     args, kwargs = arguments(*SIZES["P4"])
     op = torch.ops.aps.gather_patches.default
-    torch.library.opcheck(op, ([args[0]], args[1][None], 4, list(MEAN), list(STD), torch.bfloat16))
+    index = args[1][None, :, None].expand(-1, -1, 2, -1)
+    torch.library.opcheck(op, ([args[0]], index, 4, list(MEAN), list(STD), torch.bfloat16))
     compiled = torch.compile(lambda *a: kernels.gather_patches(*a, **kwargs), fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(*args), kernels.gather_patches(*args, **kwargs))
     assert list(kernels.gather_patches(args[0], args[1][:, :0], **kwargs).shape) == [3, 0, 48]

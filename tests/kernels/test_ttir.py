@@ -82,45 +82,48 @@ def test_evaluator_refuses(line, replacement, error, words):
         evaluate(code, args, [(0, 0)])
 
 
-def evaluate_gather(made, crops, index, out, patches, strides, programs):
+def evaluate_gather(made, crops, index, out, strides, programs):
     offset, factor = reference.normalisation(MEAN, STD)
     for view in range(len(crops)):  # the evaluator wants the pointers of one load in one buffer
-        args = crops[0], crops[-1], index, out, *offset, *factor, patches, *strides
+        args = crops[0], crops[-1], index, out, *offset, *factor, *out.shape[1:3], *strides
         evaluate(made["gather_patches"], args, [(x, view) for x in programs])
 
 
 def test_gather(case):
-    made, _, _, (grid, keep, _, _, patch, (_, dtype, bits)) = case
+    made, _, _, (grid, keep, groups, _, patch, (_, dtype, bits)) = case
     n, generator = math.prod(grid), torch.Generator().manual_seed(1)
     shape = 2, 2, grid[0] * patch, grid[1] * patch, 3
     crops = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
-    index = torch.stack([torch.randperm(n, generator=generator)[:keep] for _ in range(4)]).view(2, 2, keep).int()
+    index = torch.stack([torch.randperm(n, generator=generator)[:keep] for _ in range(4 * groups)]).int()
+    index = index.view(2, 2, groups, keep)
     strided = torch.stack([index, -index], -1)
-    strided[0, 1, 2, 0] = n  # on a GPU, where nobody looks, it shows as NaN
-    out = np.full((2, 2, keep, 3 * patch**2), -1, bits)
-    programs = range(-(-2 * keep // gather.tile(grid, keep, patch, 16)["BLOCK"]))
-    evaluate_gather(made, arrays(*crops), *arrays(strided), out, 2 * keep, (4 * keep, 2 * keep, 2), programs)
+    strided[0, 1, -1, 2, 0] = n  # on a GPU, where nobody looks, it shows as NaN
+    out = np.full((groups, 2, 2, keep, 3 * patch**2), -1, bits)
+    programs = range(-(-2 * groups * keep // gather.tile(grid, groups, keep, patch, 16)["BLOCK"]))
+    strides = 4 * groups * keep, 2 * groups * keep, 2 * keep, 2
+    evaluate_gather(made, arrays(*crops), *arrays(strided), out, strides, programs)
     want = reference.gather_patches(list(crops), index, patch=patch, mean=MEAN, std=STD, dtype=dtype)
-    want[0, 1, 2] = math.nan
+    want[-1, 0, 1, 2] = math.nan
     torch.testing.assert_close(torch.from_numpy(out).view(dtype), want, rtol=0, atol=0, equal_nan=True)
 
 
 def test_gather_beyond_two_to_the_31_words(tmp_path):
     """The last of 114,200 images: word 2**31 of the crops and element 2**32 of the output lie before it."""
-    grid, keep, patch, images = (14, 14), 49, 16, 114_200
+    grid, groups, keep, patch, images = (14, 14), 4, 49, 16, 114_200
     made = {name: kernel.asm["ttir"] for name, kernel in islice(compile_for(90), 3)}
-    shapes = (images, 224, 224, 3), (2, images, keep, 3 * patch**2)
+    shapes = (images, 224, 224, 3), (groups, 2, images, keep, 3 * patch**2)
     crops = np.memmap(tmp_path / "crops", np.uint8, "w+", shape=shapes[0])  # sparse files: only touched pages exist
     out = np.memmap(tmp_path / "out", np.int16, "w+", shape=shapes[1])
-    assert crops[:-1].size > 8 * 2**31 and out[0, :-1].size > 2**32
+    assert crops[:-1].size > 8 * 2**31 and out[0, 0, :-1].size > 2**32
     crops[-1] = np.random.default_rng(0).integers(0, 256, shapes[0][1:])
-    index = torch.stack([torch.randperm(196, generator=torch.Generator().manual_seed(x))[:keep] for x in (1, 2)]).int()
-    block = gather.tile(grid, keep, patch, 16)["BLOCK"]
-    programs = range((images - 1) * keep // block, -(-images * keep // block))
-    evaluate_gather(made, [crops, crops], index.numpy(), out, images * keep, (keep, 0, 1), programs)
+    index = [torch.randperm(196, generator=torch.Generator().manual_seed(x))[: groups * keep] for x in (1, 2)]
+    index = torch.stack(index).view(2, groups, keep).int()
+    block = gather.tile(grid, groups, keep, patch, 16)["BLOCK"]
+    programs = range((images - 1) * groups * keep // block, -(-images * groups * keep // block))
+    evaluate_gather(made, [crops, crops], index.numpy(), out, (groups * keep, 0, keep, 1), programs)
     kwargs = {"patch": patch, "mean": MEAN, "std": STD, "dtype": torch.bfloat16}
     want = reference.gather_patches([torch.from_numpy(crops[-1:])] * 2, index[:, None], **kwargs)
-    assert torch.equal(torch.from_numpy(out[:, -1:]).view(torch.bfloat16), want)
+    assert torch.equal(torch.from_numpy(out[:, :, -1:]).view(torch.bfloat16), want)
 
 
 @pytest.mark.parametrize("wrong", [None, math.nan], ids=["finite", "not finite"])

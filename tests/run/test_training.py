@@ -31,6 +31,13 @@ def batch(device=CPU):
     return Batch(tuple(x.to(device) for x in crops), boxes.to(device), *(x.to(device) for x in rest))
 
 
+def groups(training, device=CPU):
+    """What ``step`` takes of each group of ``batch``: its patches and their numbers."""
+    loaded = batch(device)
+    chosen = training.sample(loaded, 0)
+    return list(zip(training.gather(loaded.views, chosen), chosen.unbind(2), strict=True))
+
+
 def state(training):
     """Copies of everything that a step changes."""
     tensors = torch.utils._pytree.tree_leaves(training.state_dict())
@@ -42,12 +49,12 @@ def same(one, other):
 
 
 def test_a_step_moves_both_networks():
-    training, loaded = Training(CONFIG, CPU), batch()
-    chosen = training.sample(loaded, 0)
-    assert chosen.shape == (2, 4, 4, training.keep)
+    training = Training(CONFIG, CPU)
+    given = groups(training)
+    assert len(given) == 4 and given[0][0].shape == (2, 4, training.keep, 192)
     assert not Training(dataclasses.replace(CONFIG, fsdp=True), CPU).flat.sharded  # one rank has nobody to share with
     before = {name: value.clone() for name, value in training.network.named_parameters()}
-    (loss, similarity, spread), finite = training.step(loaded.views, chosen[:, :, 0], 0.5)
+    (loss, similarity, spread), finite = training.step(*given[0], 0.5)
     assert loss > 0 and -1 <= similarity <= 1 and 0 < spread < 1 and finite
     share = momentum_coefficient(CONFIG, 0.5)
     now = dict(training.network.named_parameters())
@@ -63,20 +70,20 @@ def check_a_poisoned_step(config, device, compiled):
     """A step without a finite gradient changes nothing, and nothing that comes after: as if it had not been."""
     runs = []
     for poisoned in (True, False):
-        training, loaded = Training(config, device, compiled=compiled), batch(device)
-        chosen = training.sample(loaded, 0)
-        assert training.step(loaded.views, chosen[:, :, 0], 0.5)[1]
+        training = Training(config, device, compiled=compiled)
+        given = groups(training, device)
+        assert training.step(*given[0], 0.5)[1]
         if poisoned:
             before = state(training)
             weight = training.query.predictor[0].weight  # of the network that runs: in half precision a copy
             kept = weight.detach().clone()
             with torch.no_grad():
                 weight[0, 0] = float("nan")
-            assert not training.step(loaded.views, chosen[:, :, 1], 0.5)[1]
+            assert not training.step(*given[1], 0.5)[1]
             with torch.no_grad():
                 weight.copy_(kept)
             assert same(state(training), before)
-        training.step(loaded.views, chosen[:, :, 2], 0.5)
+        training.step(*given[2], 0.5)
         runs.append(state(training))
     return runs
 
@@ -97,11 +104,11 @@ def test_bfloat16_trains_alike(device, compiled):
     exact = dataclasses.replace(CONFIG, lr=1e-5)
     half, losses, gradients = dataclasses.replace(exact, precision="bfloat16"), [], []
     for config, place in ((exact, CPU), (half, torch.device(device))):
-        training, loaded = Training(config, place, compiled=compiled and place != CPU), batch(place)
-        chosen = training.sample(loaded, 0)
-        losses.append([training.step(loaded.views, chosen[:, :, 0], 0.01)[0][0].item()])
+        training = Training(config, place, compiled=compiled and place != CPU)
+        given = groups(training, place)
+        losses.append([training.step(*given[0], 0.01)[0][0].item()])
         gradients.append(training.flat.gradient.cpu().clone())
-        losses[-1] += [training.step(loaded.views, chosen[:, :, r], 0.01)[0][0].item() for r in range(1, 4)]
+        losses[-1] += [training.step(*given[r], 0.01)[0][0].item() for r in range(1, 4)]
     assert losses[1] != losses[0] and losses[1] == pytest.approx(losses[0], rel=0.05)
     assert torch.cosine_similarity(*gradients, dim=0) > 0.98
     check_a_poisoned_step(half, torch.device(device), compiled)
@@ -125,11 +132,10 @@ def test_weights_run_in_copies_that_the_update_makes():
     with them; what is evaluated and exported is float32."""
     config = dataclasses.replace(CONFIG, precision="bfloat16", frozen_patch_embed=True)
     training, other = Training(config, CPU), Training(dataclasses.replace(config, seed=1), CPU)
-    loaded = batch()
-    chosen = training.sample(loaded, 0)
+    given = groups(training)
     for group in range(2):
         with Casts() as casts:
-            training.step(loaded.views, chosen[:, :, group], 0.5)
+            training.step(*given[group], 0.5)
         networks = training.network, training.key_network, training.query, training.key
         weights = {p.untyped_storage().data_ptr() for network in networks for p in network.parameters()}
         assert casts.found and not casts.found & weights
@@ -140,7 +146,7 @@ def test_weights_run_in_copies_that_the_update_makes():
                 assert value.dtype == torch.float32 and torch.equal(copied, value.to(copied.dtype)), name
                 types.setdefault(copied.dtype, set()).add(name.rsplit(".", 2)[-2])
             assert types[torch.bfloat16] >= {"qkv", "proj", "fc1", "fc2"} and "norm1" in types[torch.float32]
-    steps = [x.step(loaded.views, chosen[:, :, 2], 0.5)[0][0] for x in (training, other)]
+    steps = [x.step(*given[2], 0.5)[0][0] for x in (training, other)]
     assert torch.equal(*steps) and same(state(training), state(other))
 
 
@@ -177,8 +183,8 @@ def test_updates_are_the_equations(clip):
     config = dataclasses.replace(
         CONFIG, clip=clip, epochs=2.0, warmup_epochs=0.5, lr=3e-3, betas=(0.8, 0.99), weight_decay=0.3
     )
-    training, loaded = Training(config, CPU), batch()
-    chosen, gradients = training.sample(loaded, 0), noted_gradients(training)
+    training = Training(config, CPU)
+    given, gradients = groups(training), noted_gradients(training)
     weights, keys = (
         {name: value.detach().double() for name, value in network.named_parameters()}
         for network in (training.network, training.key_network)
@@ -186,7 +192,7 @@ def test_updates_are_the_equations(clip):
     first, second, averages, held = dict.fromkeys(weights, 0.0), dict.fromkeys(weights, 0.0), {}, set()
     for number in range(7):
         epoch = number * 2 / 7
-        training.step(loaded.views, chosen[:, :, number % 4], epoch)
+        training.step(*given[number % 4], epoch)
         used = gradients if clip == "off" else clipped(clip_units(training.network), gradients, averages, config)
         lr = 3e-3 * (epoch / 0.5 if epoch < 0.5 else math.cos(math.pi / 2 * (epoch - 0.5) / 1.5) ** 2)
         for name, gradient in used.items():
@@ -210,14 +216,14 @@ def test_weight_decay_is_constant_and_reaches_every_trained_parameter_alike(lear
         CONFIG, lr=0.1, weight_decay=0.3, epochs=8.0, frozen_patch_embed=not learned,
         position_embedding="learned" if learned else "sincos",
     )  # fmt: skip
-    training, loaded = Training(config, CPU), batch()
+    training = Training(config, CPU)
     for parameter in training.network.parameters():
         torch.nn.init.normal_(parameter)
         if parameter.requires_grad:
             parameter.register_hook(torch.zeros_like)
     before, factor = copy.deepcopy(training.network), 1.0
     for epoch in (1 / 16, 2.5, 6.0):
-        training.step(loaded.views, training.sample(loaded, 0)[:, :, 0], epoch)
+        training.step(*groups(training)[0], epoch)
         factor *= 1 - 0.3 * 0.1 * math.cos(math.pi / 2 * epoch / 8) ** 2
     shrunk = set()
     for (name, now), then in zip(training.network.named_parameters(), before.parameters(), strict=True):
@@ -275,14 +281,12 @@ def plain_step(config, network, key_network, crops, chosen):
 def test_a_step_is_the_plain_form_in_float64(changes):
     """The third of three steps, when the networks differ: loss, similarity and every gradient."""
     config = dataclasses.replace(CONFIG, **changes)
-    training, loaded = Training(config, CPU), batch()
-    chosen, gradients = training.sample(loaded, 0), noted_gradients(training)
+    training = Training(config, CPU)
+    given, gradients = groups(training), noted_gradients(training)
     for group in range(2):
-        training.step(loaded.views, chosen[:, :, group], 0.5)
-    loss, similarity, expected = plain_step(
-        config, training.network, training.key_network, loaded.views, chosen[:, :, 2]
-    )
-    found, _ = training.step(loaded.views, chosen[:, :, 2], 0.5)
+        training.step(*given[group], 0.5)
+    loss, similarity, expected = plain_step(config, training.network, training.key_network, batch().views, given[2][1])
+    found, _ = training.step(*given[2], 0.5)
     assert found[0].item() == pytest.approx(loss, rel=2e-4)
     assert found[1].item() == pytest.approx(similarity, abs=2e-4)
     assert gradients.keys() == expected.keys()
@@ -298,7 +302,7 @@ def test_two_ranks_take_the_step_of_one_process(tmp_path):
     chosen = torch.stack([torch.rand(8, 16, generator=generator).argsort(1)[:, :4] for _ in range(2)]).int()
     torch.save([crops, chosen], tmp_path / "in.pt")
     training = Training(CONFIG, CPU)
-    (loss, similarity, _), _ = training.step(crops, chosen, 0.5)
+    (loss, similarity, _), _ = training.step(training.gather(crops, chosen), chosen, 0.5)
     on_ranks(
         2,
         """
@@ -306,7 +310,8 @@ def test_two_ranks_take_the_step_of_one_process(tmp_path):
         crops, chosen = torch.load(folder / "in.pt")
         half = slice(4 * rank, 4 * rank + 4)
         training = Training(CONFIG, CPU, ranks=2)
-        (loss, similarity, _), _ = training.step([crop[half] for crop in crops], chosen[:, half], 0.5)
+        patches = training.gather([crop[half] for crop in crops], chosen[:, half])
+        (loss, similarity, _), _ = training.step(patches, chosen[:, half], 0.5)
         torch.save([loss, similarity, training.optimizer.state[1:3]], folder / f"out{rank}.pt")
         """,
         tmp_path,
@@ -332,7 +337,8 @@ def test_gradients_of_ranks_that_compile_compute_again_or_compress(tmp_path):
         for more in ({}, {"grad_checkpointing": True}, {"compress_gradients": True}, None):
             config = dataclasses.replace(CONFIG, **more or {})
             training = Training(config, CPU, ranks=2, compiled=more is None)
-            training.step(mine, training.sample(loaded, 0)[:, 2 * rank : 2 * rank + 2, :, 0], 0.5)
+            chosen = training.sample(loaded, 0)[:, 2 * rank : 2 * rank + 2]
+            training.step(training.gather(mine, chosen)[0], chosen[:, :, 0], 0.5)
             found.append(training.optimizer.state.first)
         exact, again, rounded, compiled = found
         assert torch.equal(exact, again)
@@ -347,10 +353,10 @@ def test_gradients_of_ranks_that_compile_compute_again_or_compress(tmp_path):
 @pytest.mark.parametrize("ema", [None, 0.9])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_work_by_formula_is_the_work_that_torch_counts(ema, frozen):
-    training, loaded = Training(dataclasses.replace(CONFIG, ema=ema, frozen_patch_embed=frozen), CPU), batch()
-    chosen = training.sample(loaded, 0)
+    training = Training(dataclasses.replace(CONFIG, ema=ema, frozen_patch_embed=frozen), CPU)
+    given = groups(training)
     with FlopCounterMode(display=False) as counter:
-        training.step(loaded.views, chosen[:, :, 0], 0.5)
+        training.step(*given[0], 0.5)
     products = {op: flop for op, flop in counter.get_flop_counts()["Global"].items() if "aps" not in str(op)}
     attention = 4 * (training.keep + 1) * 192 * 2 * 4  # of a forward pass, one token's: torch does not look into it
     counted = sum(products.values()) + attention * (3 + (ema is not None))
