@@ -13,6 +13,7 @@ SUBJECTS = {
     "products": "the products of a block, shape by shape: libraries, GELU inside, fp8",
     "baselines": "a training step of APS beside MoCo v3, MAE, SimMIM and iBOT: FLOPs, memory, time",
     "pipeline": "decoded and augmented images per second, against torchvision; cost of each stage; parity (needs DALI)",
+    "host": "what the launching thread spends on data: next(), the order of an epoch (needs DALI)",
     "soak": "memory, and what bad files cost, over thousands of batches (needs DALI)",
     "attention": "what an encoder looks at, and nearest neighbours, as a picture (needs DALI and matplotlib)",
     "scaling": "8 and 64 GPUs, predicted from the figures of one",

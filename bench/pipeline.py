@@ -291,7 +291,7 @@ def fed(index, config, views, batch, turns):
     """The source of a graph: names of files, and the parameters of ``views``."""
     for turn in turns:
         sample = np.arange(turn * batch, (turn + 1) * batch) % len(index)
-        sizes, names = index.sizes[sample], [np.frombuffer(os.fsencode(index.file(s)), np.uint8) for s in sample]
+        sizes, names = index.sizes[sample], graph.names([index.file(s) for s in sample])
         drawn = config.augmentation.draw(sizes, sample, 0, turn) if views else None
         yield names, *(graph.feeds(views, sizes, drawn) if views else ())
 

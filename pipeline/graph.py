@@ -129,12 +129,19 @@ def feeds(views, sizes, drawn):
         yield from view.feeds(drawn, number)
 
 
+def names(files):
+    """Names of files as the graph takes them: uint8 [m, the longest], padded with NUL, which no name holds. Of a list
+    of arrays DALI takes each by itself: 2.0 instead of 0.15 ms for 512, in the thread that asks for a batch."""
+    encoded = [os.fsencode(file) for file in files]
+    return np.array(encoded).view(np.uint8).reshape(len(encoded), -1)
+
+
 def pipeline(source, views, *, image_size, batch_size, threads, device_id, files=True, gpu_form=None):
     """A DALI pipeline with one uint8 [B,H,W,3] output per view.
 
-    ``source()`` returns the next batch: a list of file names (uint8 arrays) or, without ``files``, of the files
-    themselves, then the ``feeds`` of the views; it raises StopIteration at the end. ``gpu_form`` picks the operators
-    of colour and blur that a GPU takes (default: there).
+    ``source()`` returns the next batch: the ``names`` of the files or, without ``files``, a list of the files
+    themselves (uint8 arrays), then the ``feeds`` of the views; it raises StopIteration at the end. ``gpu_form`` picks
+    the operators of colour and blur that a GPU takes (default: there).
     """
     from nvidia.dali import fn, pipeline_def
 

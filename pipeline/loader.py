@@ -1,11 +1,11 @@
 """Batches for training and evaluation, from an index through the DALI graph; bad files are replaced or skipped."""
 
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import itertools
-import os
 import sys
 import time
 from pathlib import Path
@@ -16,6 +16,7 @@ import torch
 
 from pipeline import graph, inflight, stream
 from pipeline.headers import printable
+from pipeline.held import Held
 from pipeline.index import Index
 
 _BAD_FLOOR = 20  # so many bad files are allowed however few there are
@@ -36,7 +37,9 @@ def bad_limit(files: int, share: float) -> int:
 class Batch:
     """One rank's part of a global batch, B images, all on the device."""
 
-    views: tuple[torch.Tensor, ...]  # uint8 [B,H,W,3] each; DALI's own memory, kept alive by the tensor
+    # uint8 [B,H,W,3] each; DALI's own memory. On a GPU all that reads them is queued, on the current stream, before the
+    # next batch is asked for: see pipeline/held.py.
+    views: tuple[torch.Tensor, ...]
     boxes: torch.Tensor  # int32 [B,views,4] (y, x, h, w), pixels of the upright source image as it was indexed
     flips: torch.Tensor  # bool [B,views]
     sample: torch.Tensor  # int64 [B] position in the index; of the replacement where a file is bad
@@ -96,13 +99,13 @@ class Loader:
         self._batch_size, self._per_rank, self._rank = batch_size, batch_size // ranks, rank
         self._views = augmentation.views()
         self._graph = {"image_size": image_size, "batch_size": self._per_rank, "threads": threads}
-        self._order = None, None  # epoch, its order
+        self._orders = {}  # by epoch, the order or what will be it: a Future
 
     def batches(self, first: int, last: int):
         """Yield Batch number first, ..., last - 1. Close the iterator (or drop it) to stop early."""
-        numbers = range(first, last)
+        plan = functools.partial(self._plan, last=(last - 1) // self.batches_per_epoch)
         decoded = _decoded(
-            self.index, self._plan, numbers, self._views, self._graph, self.device, self._found, self.record
+            self.index, plan, range(first, last), self._views, self._graph, self.device, self._found, self.record
         )
         for plan, views in decoded:
             arrays = plan.drawn.boxes, plan.drawn.flips, plan.sample, self.index.labels[plan.sample]
@@ -110,20 +113,28 @@ class Loader:
 
     def samples(self, number: int) -> np.ndarray:
         """The samples of batch ``number`` on this rank, int64 [B], as far as the bad files are known."""
-        return self._plan(number).sample
+        return self._plan(number, last=0).sample
 
-    def _plan(self, number):
-        """Which samples batch ``number`` holds on this rank, and what is done to them."""
+    def _plan(self, number, last):
+        """Which samples batch ``number`` holds on this rank, and what is done to them; ``last``: that of the epochs."""
         self._found({})  # the caller may have added what other ranks found
         epoch, position = divmod(number, self.batches_per_epoch)
-        if self._order[0] != epoch:
-            self._order = epoch, stream.epoch_order(len(self.index), self.seed, epoch)
         start = position * self._batch_size + self._rank * self._per_rank
-        planned = self._order[1][start : start + self._per_rank]
+        planned = self._order(epoch, last)[start : start + self._per_rank]
         sample = np.array([self._good(s, epoch) for s in planned.tolist()], np.int64)
         sizes = self.index.sizes[sample]
         drawn = self.augmentation.draw(sizes, sample, self.seed, epoch)
         return _Plan(sample, tuple(graph.feeds(self._views, sizes, drawn)), drawn)
+
+    def _order(self, epoch, last):
+        """The order of an epoch. Unless it is the last one, a thread computes that of the next while it is used."""
+        self._orders = {e: order for e, order in self._orders.items() if e in (epoch, epoch + 1)}
+        for e in (epoch, min(epoch + 1, max(epoch, last))):
+            if e not in self._orders:
+                pool = concurrent.futures.ThreadPoolExecutor(1)  # one each: its thread ends with it
+                self._orders[e] = pool.submit(stream.epoch_order, len(self.index), self.seed, e)
+                pool.shutdown(wait=False)
+        return self._orders[epoch].result()
 
     def _good(self, sample, epoch):
         """The sample itself or, as long as that is known to be bad, its next replacement."""
@@ -186,7 +197,8 @@ def _decoded(index, plan, numbers, views, settings, device, found, record):
     device_id = (torch.cuda.current_device() if device.index is None else device.index) if gpu else None
     retried, outage = False, _Outage()
     recorded = inflight.Record(record, index.fingerprint) if record else contextlib.nullcontext()
-    with index.open() or contextlib.nullcontext() as shards, recorded:
+    held = Held(lambda: torch.cuda.current_stream(device).record_event()) if gpu else contextlib.nullcontext()
+    with index.open() or contextlib.nullcontext() as shards, recorded, held:
         while True:
             planned = collections.deque()  # what is in flight: (number, plan)
             source = _source(index, shards, plan, numbers, planned, recorded.note if record else None)
@@ -209,7 +221,12 @@ def _decoded(index, plan, numbers, views, settings, device, found, record):
                     break
                 retried = False
                 outage.over()
-                yield planned.popleft()[1], tuple(torch.from_dlpack(output.as_tensor()) for output in outputs)
+                tensors = tuple(torch.from_dlpack(output.as_tensor()) for output in outputs)
+                try:
+                    yield planned.popleft()[1], tensors
+                finally:
+                    if gpu:
+                        held.until_read(tensors)
 
 
 class _Outage:
@@ -257,7 +274,7 @@ def _source(index, shards, plan, numbers, planned, note):
                     note(current.sample)
                 if shards:
                     return shards.batch(sample), *current.feeds
-                return [np.frombuffer(os.fsencode(index.file(s)), np.uint8) for s in sample], *current.feeds
+                return graph.names([index.file(s) for s in sample]), *current.feeds
         raise StopIteration
 
     return source

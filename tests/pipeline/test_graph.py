@@ -1,5 +1,8 @@
 """The DALI graph against Pillow and torchvision with the same parameters, and what its decoder takes."""
 
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -190,3 +193,29 @@ def test_a_probe_tells_bad_files_from_good_ones(tmp_path):
     reasons = dict(zip(names, graph.probe([str(tmp_path / name) for name in names], None), strict=True))
     assert [name for name in names if reasons[name]] == bad
     assert reasons["empty.jpg"] == "empty file" and "No such file" in reasons["gone.jpg"]
+
+
+def test_files_are_read_by_names_of_any_kind(tmp_path):
+    """As one padded array: short and as long as they may be, of any bytes but NUL and the slash."""
+    from nvidia.dali import fn, pipeline_def
+
+    folder = os.fsencode(tmp_path)
+    names = [
+        folder + b"/" + name for name in (b"a", b" two words ", b"\xff\xfe\n", "é€".encode(), b"?*%20", b"x" * 255)
+    ]
+    while len(folder) + 256 < 4095:  # the longest path, without the NUL that ends it
+        folder += b"/" + b"y" * 200
+    os.makedirs(folder)
+    names.append(folder + b"/" + b"z" * (4095 - len(folder) - 1))
+    for number, name in enumerate(names):
+        Path(os.fsdecode(name)).write_bytes(b"%d" % number * (number + 1))
+    fed = graph.names([os.fsdecode(name) for name in names])
+    assert fed.shape == (len(names), 4095) and fed.dtype == np.uint8
+
+    @pipeline_def(batch_size=len(names), num_threads=1, device_id=None)
+    def read():
+        return fn.io.file.read(fn.external_source(source=lambda: fed, batch=True), dont_use_mmap=True)
+
+    (contents,) = read().run()
+    for number in range(len(names)):
+        assert bytes(np.array(contents[number])) == b"%d" % number * (number + 1), names[number]

@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 import torchvision.transforms.v2.functional as F
 from PIL import Image, ImageOps
 
-from pipeline import Augmentation, Index, Loader, evaluation_batches, graph
+from pipeline import Augmentation, Index, Loader, evaluation_batches, graph, stream
 from pipeline.loader import bad_limit
 from pipeline.stream import replacement
 
@@ -89,6 +90,27 @@ def test_content_depends_on_neither_start_nor_threads_nor_ranks_nor_batch_size(r
     for key, expected in by_sample(enumerate(whole[:8]), 4).items():
         assert same(expected, small[key]), key
     assert not same(tensors(whole[0]), tensors(next(loader(index, seed=8).batches(0, 1))))
+
+
+def test_the_order_of_the_next_epoch_is_computed_while_this_one_runs(root, monkeypatch):
+    """Each once, none beyond the end; and what fails there, fails where it is needed."""
+    compute, computed = stream.epoch_order, []
+
+    def recorded(n, seed, epoch):
+        computed.append((epoch, threading.current_thread() is threading.main_thread()))
+        if epoch == 4:
+            raise MemoryError("no more")
+        return compute(n, seed, epoch)
+
+    monkeypatch.setattr(stream, "epoch_order", recorded)
+    load, given = loader(Index.scan(root)), []
+    with pytest.raises(MemoryError, match="no more"):
+        for batch in load.batches(5, 20):
+            given.append(batch)
+            assert len(computed) >= 2 and len(load._orders) == 2
+    assert 8 <= len(given) <= 11 and computed == [(epoch, False) for epoch in range(1, 5)]
+    computed.clear()
+    assert len(list(loader(load.index).batches(9, 12))) == 3 and computed == [(2, False)]
 
 
 def test_boxes_and_flips_describe_the_views(root):
@@ -290,3 +312,20 @@ def test_a_gpu_gives_the_same_batches(root):
         for one, other in zip(expected.views, got.views, strict=True):
             assert (one.float() - other.cpu().float()).abs().mean() < 2
     assert on_cpu.bad.keys() == on_gpu.bad.keys() == {0, 1, 2}
+
+
+@pytest.mark.gpu
+def test_views_are_read_before_the_decoder_takes_them_back(root):
+    """However late the device gets there: it sleeps for about a second, and the next batches are asked for."""
+    pytest.importorskip("nvidia.dali")
+    index, how = Index.scan(root), {"device": torch.device("cuda"), "image_size": 224}
+    expected = next(loader(index, **how).batches(0, 1)).views[0].cpu()
+    batches = loader(index, **how).batches(0, 12)
+    torch.cuda.synchronize()
+    views = next(batches).views
+    torch.cuda._sleep(2 * 10**9)  # clock cycles
+    read = views[0].clone()
+    del views
+    for _ in range(4):
+        next(batches)
+    assert (read.cpu().float() - expected.float()).abs().mean() < 1  # another decoding; other images: tens of levels
