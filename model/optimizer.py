@@ -34,6 +34,7 @@ class Optimizer:
             key_copies=flat.copies[:0] if keys is None else keys.copies,
         )  # fmt: skip
         self.vector = clip == "vector"
+        self.clip = Clip(self.state) if size else None
         self.rates = new(2, dtype=torch.float64)
 
     def set_rates(self, learning_rate: float, momentum: float) -> None:
@@ -52,19 +53,27 @@ class Optimizer:
         return finite
 
     def state_dict(self) -> dict[str, Any]:
-        """``optimizer`` in the form of torch's AdamW of one parameter, ``flat.values``; ``clip`` if there is one."""
+        """In the form of torch's AdamW of one parameter, ``flat.values``."""
         state, rule = self.state, self.rule
         moments = {"step": state.step, "exp_avg": state.first, "exp_avg_sq": state.second}
         group = {"betas": (rule.beta1, rule.beta2), "eps": rule.eps, "weight_decay": rule.decay, "params": [0]}
-        found: dict[str, Any] = {"optimizer": {"state": {0: moments}, "param_groups": [group]}}
-        if len(state.average):
-            found["clip"] = {"average": state.average, "started": state.step > 0}
-        return found
+        return {"state": {0: moments}, "param_groups": [group]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        moments = state["optimizer"]["state"][0]
+        moments = state["state"][0]
         self.state.step.copy_(moments["step"])
         self.state.first.copy_(moments["exp_avg"])
         self.state.second.copy_(moments["exp_avg_sq"])
-        if len(self.state.average):
-            self.state.average.copy_(state["clip"]["average"])
+
+
+class Clip:
+    """What the clip of an optimizer knows of the past."""
+
+    def __init__(self, state: State):
+        self.state = state
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"average": self.state.average, "started": self.state.step > 0}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.state.average.copy_(state["average"])

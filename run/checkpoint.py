@@ -19,7 +19,7 @@ torch.distributed.checkpoint keeps its metadata as a pickle, which is not read f
 
 import os
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,9 +57,44 @@ def save(folder: Path, step: int, state: dict[str, Any], *, last: int, every: in
 
 
 def copied(**parts: Any) -> dict[str, Any]:
-    """The state dicts of parts, of those that are not None, with copies of the tensors on the CPU."""
-    states = {name: part.state_dict() for name, part in parts.items() if part is not None}
-    return tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), states)
+    """The state dicts of parts, of those that are not None, with copies of the tensors where they are: on a GPU they
+    are made in the order of its work, and nobody waits. What shares a storage (``model/flat.py``) is copied at once."""
+    return _by_storage({name: part.state_dict() for name, part in parts.items() if part is not None}, Tensor.clone)
+
+
+def on_cpu(state: dict[str, Any]) -> dict[str, Any]:
+    """``state`` with its tensors on the CPU. What is on a GPU comes on a stream of its own, beside the training."""
+    streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def fetched(whole: Tensor) -> Tensor:
+        if not whole.is_cuda:
+            return whole
+        if whole.device not in streams:
+            streams[whole.device] = torch.cuda.Stream(whole.device)
+            streams[whole.device].wait_stream(torch.cuda.current_stream(whole.device))
+        with torch.cuda.stream(streams[whole.device]):
+            return torch.empty_like(whole, device="cpu", pin_memory=True).copy_(whole, non_blocking=True)
+
+    found = _by_storage(state, fetched)
+    for stream in streams.values():
+        stream.synchronize()
+    return found
+
+
+def _by_storage(state: dict[str, Any], copy: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """``state`` with tensors in what ``copy`` makes of their storages, each given once, whole, as bytes."""
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def moved(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in storages:
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            storages[storage._cdata] = copy(whole).untyped_storage()
+        there = storages[storage._cdata]
+        empty = torch.empty(0, dtype=tensor.dtype, device=there.device)
+        return empty.set_(there, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    return tree_map_only(Tensor, moved, state)
 
 
 class Saver:
@@ -72,9 +107,9 @@ class Saver:
         self.pending: Future | None = None
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """``save`` of this module; nobody may change ``state`` any more."""
+        """``save`` of this module; nobody may change ``state``, whose tensors may be on a GPU, any more."""
         self.wait()
-        self.pending = self.thread.submit(save, self.folder, step, state, **self.how)
+        self.pending = self.thread.submit(lambda: save(self.folder, step, on_cpu(state), **self.how))
 
     def wait(self) -> None:
         """Until the last one is on the disk."""

@@ -44,7 +44,7 @@ class Trains(Protocol):
     FIGURES: Sequence[str]  # names of what a step returns
 
     def state_dict(self, *, keep: bool = True) -> dict[str, Any]:
-        """A copy, on the CPU, of all that a step changes. For all ranks; those that do not ``keep`` it need none."""
+        """A copy of all that a step changes. For all ranks; those that do not ``keep`` it need none."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Puts back what ``state_dict`` has returned."""

@@ -146,7 +146,7 @@ class Report:
 
     def state_dict(self) -> dict:
         sums = self.ranks.mean(self.sums.clone())
-        return {"sums": sums.cpu(), "skipped": self.skipped.cpu(), "count": self.count}
+        return {"sums": sums, "skipped": self.skipped.clone(), "count": self.count}
 
     def load_state_dict(self, state: dict) -> None:
         self.sums.copy_(state["sums"])

@@ -28,6 +28,7 @@ from model import (
 )
 from pipeline import Batch
 
+from .checkpoint import copied
 from .recipes import Config, ImagesConfig, learning_rate, momentum_coefficient
 
 
@@ -146,11 +147,12 @@ class Training:
         return [loss.detach(), similarity, spread], finite
 
     def state_dict(self, *, keep: bool = True) -> dict[str, Any]:
-        """A copy, on the CPU, of all that a step changes, as one process alone has it: the same for any number of
-        ranks, sharded or not. All ranks have to call it; those that do not ``keep`` it get empty tensors."""
+        """A copy of all that a step changes, as one process alone has it: the same for any number of ranks, sharded
+        (and then on the CPU) or not. All ranks have to call it; those that do not ``keep`` it get nothing of it."""
         parts = {"network": self.network, "key_network": self.key_network}
-        state = {name: part.state_dict() for name, part in parts.items() if part is not None}
-        state |= self.optimizer.state_dict()
+        parts |= {"optimizer": self.optimizer, "clip": self.optimizer.clip}
+        if not self.flat.sharded:
+            return copied(**parts) if keep else {}
 
         def whole(tensor: Tensor) -> Tensor:
             if isinstance(tensor, DTensor):
@@ -159,6 +161,7 @@ class Training:
                 tensor = self.flat.whole(tensor, keep=keep)
             return tensor.detach().to("cpu", copy=True) if keep else torch.empty(0)
 
+        state = {name: part.state_dict() for name, part in parts.items() if part is not None}
         return tree_map_only(Tensor, whole, state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -169,8 +172,9 @@ class Training:
                 there = network.state_dict()
                 network.load_state_dict({key: _like(there.get(key), value) for key, value in state[name].items()})
                 flat.read()
-        own = {name: state[name] for name in ("optimizer", "clip") if name in state}
-        self.optimizer.load_state_dict(tree_map_only(Tensor, self._own, own))
+        for name, part in (("optimizer", self.optimizer), ("clip", self.optimizer.clip)):
+            if part is not None:
+                part.load_state_dict(tree_map_only(Tensor, self._own, state[name]))
 
     def encoder(self) -> VisionTransformer:
         """The encoder as it is now, whole: where it is sharded, a copy. All ranks have to call it."""

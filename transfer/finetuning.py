@@ -139,7 +139,7 @@ class Tuning:
         return {"": self.network} | ({"ema": self.ema.module} if self.ema is not None else {})
 
     def state_dict(self, *, keep: bool = True) -> dict[str, Any]:
-        """A copy, on the CPU, of all that a step changes, and where the model comes from; nothing unless ``keep``."""
+        """A copy of all that a step changes, and where the model comes from; nothing unless ``keep``."""
         if not keep:
             return {}
         state = copied(network=self.network, optimizer=self.optimizer, ema=self.ema)

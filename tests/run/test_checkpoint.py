@@ -118,10 +118,20 @@ def test_what_fails_first_is_what_is_said(tmp_path, monkeypatch):
         checkpoint.newest(tmp_path)
 
 
-def test_copies_stay_as_they_are():
-    module = torch.nn.Linear(2, 2)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_copies_stay_as_they_are_and_a_storage_is_one_copy(tmp_path, device):
+    flat = torch.arange(4096.0, device=device)
+    module = torch.nn.Linear(2, 2, device=device)
+    module.weight.data, module.bias.data = flat[64:68].view(2, 2).T, flat[128:130]  # one has strides
+    before = {name: value.cpu().clone() for name, value in module.state_dict().items()}
+    if device == "cuda":
+        torch.cuda._sleep(100_000_000)  # a queue, in which the copies have their turn
     state = checkpoint.copied(module=module, nothing=None)
-    before = module.weight.detach().clone()
-    with torch.no_grad():
-        module.weight.add_(1)
-    assert state.keys() == {"module"} and torch.equal(state["module"]["weight"], before)
+    flat.zero_()
+    assert state.keys() == {"module"} and state["module"]["weight"].device.type == device
+    assert len({value.untyped_storage().data_ptr() for value in state["module"].values()}) == 1
+    saver = checkpoint.Saver(tmp_path, last=1, every=0)
+    saver.save(1, state)
+    saver.wait()
+    found = checkpoint.load(checkpoint.newest(tmp_path)[0])["module"]
+    assert found.keys() == before.keys() and all(torch.equal(found[name], before[name]) for name in before)

@@ -97,7 +97,7 @@ class DetectorTraining:
         return [value.detach() for value in (loss, *map(losses.get, LOSSES))], finite
 
     def state_dict(self, *, keep: bool = True) -> dict[str, Any]:
-        """A copy, on the CPU, of all that a step changes; nothing unless ``keep``."""
+        """A copy of all that a step changes; nothing unless ``keep``."""
         return copied(detector=self.detector, optimizer=self.optimizer) if keep else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
