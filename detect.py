@@ -11,6 +11,18 @@ reaches what ViTDet (arXiv 2203.16527) reports of other encoders is not known. N
 
 import json
 
+from run import command
+from transfer.detection.recipes import RECIPES, DetectionConfig, learning_rate
+
+
+def parse(arguments: list[str]) -> DetectionConfig:
+    """The config of a command line."""
+    return command.parse("detect.py", RECIPES, arguments, own_data=lambda config: config.train_annotations is not None)
+
+
+if __name__ == "__main__":  # what follows takes seconds to import
+    command.answer("detect.py", parse)
+
 from model.export import write_weights
 from run import checkpoint, program
 from run.loop import Loop, planned, running
@@ -18,7 +30,6 @@ from run.ranks import Ranks
 from run.session import named, open_output
 from transfer.detection.batches import CocoLoader
 from transfer.detection.precision import evaluate, table
-from transfer.detection.recipes import RECIPES, DetectionConfig, learning_rate
 from transfer.detection.training import DetectorTraining, new_detector, open_data
 
 
@@ -39,7 +50,8 @@ def main(arguments: list[str]) -> None:
     steps = planned(config, loader)
     training = DetectorTraining(config, detector, ranks, steps)
     about = (
-        f"encoder {config.encoder}, {config.image_size} px; {len(data):,} images, {len(data.classes)} categories, "
+        f"recipe {config.recipe}: encoder {config.encoder}, {config.image_size} px; {len(data):,} images of "
+        f"{config.train_annotations or 'the generated scenes'}, {len(data.classes)} categories, "
         f"batch {config.batch_size} on {ranks.count} x {ranks.device.type}"
         + (f"; {data.unusable:,} objects without area are left out" if data.unusable else "")
     )
@@ -79,11 +91,6 @@ def score(config: DetectionConfig, detector, evaluation, loop: Loop) -> None:
 def processes(config: DetectionConfig, ranks: Ranks) -> int:
     """Those of a rank; more than its share of the cores would only be in each other's way."""
     return min(config.workers, ranks.threads())
-
-
-def parse(arguments: list[str]) -> DetectionConfig:
-    """The config of a command line."""
-    return program.parse("detect.py", RECIPES, arguments)
 
 
 if __name__ == "__main__":

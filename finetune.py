@@ -7,6 +7,23 @@ torchrun --nproc-per-node 8 finetune.py --encoder RUN --recipe imagenet --data T
 
 import json
 
+from run import command
+from transfer.recipes import TUNE_RECIPES, TuneConfig
+
+
+def parse(arguments: list[str]) -> TuneConfig:
+    """The config of a command line."""
+    config = command.parse(
+        "finetune.py", TUNE_RECIPES, arguments, own_data=lambda config: config.data is not None and config.probe is None
+    )
+    if config.data is not None and config.eval_data is None:
+        raise ValueError("--eval-data is missing; expected labelled images to measure the accuracy on, beside --data")
+    return config
+
+
+if __name__ == "__main__":  # what follows takes seconds to import
+    command.answer("finetune.py", parse)
+
 from model.export import export_encoder
 from pipeline import Index
 from run import program
@@ -17,7 +34,6 @@ from run.recipes import learning_rate
 from run.session import named, open_output
 from transfer.finetuning import Tuning, evaluate, new_model, square
 from transfer.probe import PROBES
-from transfer.recipes import TUNE_RECIPES, TuneConfig
 
 
 def main(arguments: list[str]) -> None:
@@ -40,8 +56,9 @@ def main(arguments: list[str]) -> None:
         description = json.loads(opened.state["origin"])  # the encoder may have gone on meanwhile
     tuning = Tuning(config, vit, description, ranks)
     about = (
-        f"{description['model']} {described(description)}, {square(vit)} px, {len(index.classes)} classes; "
-        f"{len(index):,} images, batch {config.batch_size} on {ranks.count} x {ranks.device.type}, "
+        f"recipe {config.recipe}: {description['model']} {described(description)}, {square(vit)} px, "
+        f"{len(index.classes)} classes; {len(index):,} images of {config.data or 'the generated dataset'}, batch "
+        f"{config.batch_size} on {ranks.count} x {ranks.device.type} in {'bfloat16' if tuning.half else 'float32'}, "
         f"{ranks.threads(config.threads)} input threads each"
     )
     rates = {"images_per_second": config.batch_size}
@@ -58,14 +75,6 @@ def main(arguments: list[str]) -> None:
     ranks.leave()
     if ranks.first:
         export(config, tuning, index, scores, loop)
-
-
-def parse(arguments: list[str]) -> TuneConfig:
-    """The config of a command line."""
-    config = program.parse("finetune.py", TUNE_RECIPES, arguments)
-    if config.data is not None and config.eval_data is None:
-        raise ValueError("--eval-data is missing; expected labelled images to measure the accuracy on, beside --data")
-    return config
 
 
 def probe(config: TuneConfig, ranks: Ranks, index: Index, evaluation: Index) -> None:

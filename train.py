@@ -4,13 +4,24 @@ python train.py --recipe imagenet-vit-s --data FOLDER --output RUN
 torchrun --nproc-per-node 8 train.py --recipe imagenet-vit-s --data FOLDER --output RUN
 """
 
+from run import command
+from run.recipes import RECIPES, Config, learning_rate
+
+
+def parse(arguments: list[str]) -> Config:
+    """The config of a command line."""
+    return command.parse("train.py", RECIPES, arguments, own_data=lambda config: config.data is not None)
+
+
+if __name__ == "__main__":  # what follows takes seconds to import
+    command.answer("train.py", parse)
+
 from model.export import export_encoder
 from pipeline import Index
 from run import program
 from run.images import open_data, open_loader, record
 from run.loop import Loop, running
 from run.ranks import Ranks
-from run.recipes import RECIPES, Config, learning_rate
 from run.session import named, open_output
 from run.training import Training, encoder_arguments, new_encoder, plan_patches, product_rate
 from transfer import knn
@@ -31,9 +42,10 @@ def main(arguments: list[str]) -> None:
         peak = ranks.count * product_rate(ranks.device, half=training.half)
         rates["mfu"] = training.flop_per_pair * config.batch_size / peak
     about = (
-        f"{config.model}, {config.image_size} px, {keep} of {grid[0]} x {grid[1]} patches per view, "
-        f"{config.groups} groups; {len(index):,} images, batch {config.batch_size} on {ranks.count} x "
-        f"{ranks.device.type}, {ranks.threads(config.threads)} input threads each"
+        f"recipe {config.recipe}: {config.model}, {config.image_size} px, {keep} of {grid[0]} x {grid[1]} patches per "
+        f"view, {config.groups} groups; {len(index):,} images of {config.data or 'the generated dataset'}, batch "
+        f"{config.batch_size} on {ranks.count} x {ranks.device.type} in {'bfloat16' if training.half else 'float32'}, "
+        f"{ranks.threads(config.threads)} input threads each"
     )
     with running(config, ranks, loader, training, opened, about=about, rates=rates, groups=config.groups) as loop:
         for batch, groups in loop.batches():
@@ -53,11 +65,6 @@ def main(arguments: list[str]) -> None:
     ranks.leave()
     if ranks.first:
         finish(config, encoder, index, evaluation, loop)
-
-
-def parse(arguments: list[str]) -> Config:
-    """The config of a command line."""
-    return program.parse("train.py", RECIPES, arguments)
 
 
 def score(config: Config, encoders: dict, index: Index, evaluation: Index, loop: Loop) -> dict:

@@ -1,18 +1,16 @@
 """The operations on patches that run as Triton kernels on a GPU, one op each, attention over the few kept ones,
 and the update of all parameters."""
 
-from kernels.gather import gather_patches
-from kernels.overlap import patch_overlap
-from kernels.sampling import sample_views
-from kernels.short_attention import attention, attention_of_one
-from kernels.update import unit_norms, update_parameters
+from importlib import import_module
 
-__all__ = [
-    "attention",
-    "attention_of_one",
-    "gather_patches",
-    "patch_overlap",
-    "sample_views",
-    "unit_norms",
-    "update_parameters",
-]
+_HOMES = {
+    "attention": "short_attention", "attention_of_one": "short_attention", "gather_patches": "gather",
+    "patch_overlap": "overlap", "sample_views": "sampling", "unit_norms": "update", "update_parameters": "update",
+}  # fmt: skip
+__all__ = list(_HOMES)
+
+
+def __getattr__(name):  # imported where it is used: a command line, which needs philox, is answered without torch
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

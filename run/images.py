@@ -109,6 +109,12 @@ def _killers(config: ImagesConfig, ranks: Ranks, index: Index, batches: list[lis
 
 def open_loader(config: ImagesConfig, ranks: Ranks, index: Index, bad: dict[int, str], *, image_size: int) -> Loader:
     """This rank's batches of what ``open_data`` has returned; ValueError for sizes that do not divide."""
+    if len(index) < config.batch_size and (fits := len(index) // ranks.count * ranks.count):
+        rate = config.lr * fits / config.batch_size
+        raise ValueError(
+            f"{len(index):,} images in {index.root} are less than one batch of {config.batch_size:,}; expected more of "
+            f"them, or --batch-size {fits} and, in proportion, --lr {rate:.2g}"
+        )
     loader = Loader(
         index, config.augmentation, image_size=image_size, batch_size=config.batch_size, seed=config.seed,
         device=ranks.device, threads=ranks.threads(config.threads), rank=ranks.rank, ranks=ranks.count,

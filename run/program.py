@@ -1,13 +1,11 @@
-"""What the programs of this project share around their work: the command line, and how they end."""
+"""What the programs of this project share around their work: how they end."""
 
-import argparse
 import errno
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 
 from torch import distributed
 
@@ -17,23 +15,8 @@ from .progress import TooManySkipped
 from .ranks import Ranks
 from .signals import STOPPED
 
-Options = TypeVar("Options")
 DISK = errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS
 GOES_ON = "the same command goes on from the last checkpoint, if there is one"
-
-
-def parse(program: str, recipes: dict[str, Options], arguments: list[str]) -> Options:
-    """The config of a command line: the recipe that it names ("toy" if none), and what it says beside that."""
-    import tyro
-
-    for before, word in zip([program, *arguments], arguments, strict=False):
-        if not word or (word.startswith("--") and word.endswith("=")):  # of a variable that is not set: Path("") is "."
-            raise ValueError(f"{word or before}: nothing stands behind it; expected a value")
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--recipe", default="toy")
-    recipe = first.parse_known_args(arguments)[0].recipe
-    default = recipes.get(recipe, recipes["toy"])  # an unknown one is tyro's to refuse
-    return tyro.cli(tyro.conf.OmitArgPrefixes[type(default)], prog=program, default=default, args=arguments)
 
 
 @contextmanager
@@ -51,7 +34,8 @@ def opening(program: str) -> Iterator[None]:
 
 def run(program: str, main: Callable[[list[str]], None]) -> None:
     """Calls ``main`` with the command line; what ends a run is said in one line, with an exit code other than 0."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, where no step is to be finished
+    for number in (signal.SIGTERM, signal.SIGINT):  # SIGTERM as Ctrl-C, where no step is to be finished
+        signal.signal(number, signal.default_int_handler)
     try:
         main(sys.argv[1:])
     except TooManyBadFiles as error:

@@ -50,6 +50,7 @@ class RunConfig:
     # Nothing that the trained weights depend on, but for rounding: a run may be continued with other values of these.
     # (That the images are the same is held by their fingerprint, wherever they lie.)
     PROGRAM: ClassVar[str] = "train.py"  # whose options these are
+    GROUPS: ClassVar[dict[str, tuple[str, ...]]]  # {title: options}, as ``--help`` shows them; each once
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (
         "output", "max_steps", "device", "resume", "max_bad", "checkpoint_every", "keep_last", "keep_every",
         "log_every",
@@ -108,7 +109,7 @@ class ImagesConfig(RunConfig):
 class Config(ImagesConfig):
     """Pretrain a Vision Transformer on a folder of images.
 
-    A recipe gives every other option its default; `--recipe NAME --help` shows the defaults of that recipe.
+    A recipe gives all other options their defaults: --recipe NAME --help.
     """
 
     recipe: Literal["toy", "cifar-vit-t", "cifar-vit-s", "cifar-vit-b", "imagenet-vit-s", "imagenet-vit-b"] = "toy"
@@ -181,6 +182,20 @@ class Config(ImagesConfig):
 
     augmentation: Augmentation = field(default_factory=Augmentation)
 
+    GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "data": ("recipe", "data", "eval_data", "max_bad"),
+        "run": (
+            "output", "epochs", "batch_size", "max_steps", "resume", "checkpoint_every", "keep_last", "keep_every",
+            "log_every", "knn_every", "knn_images", "seed",
+        ),
+        "model": (
+            "model", "image_size", "patch_size", "depth", "position_embedding", "frozen_patch_embed", "head_hidden",
+            "head_out", "projector_layers", "predictor_layers", "mean", "std",
+        ),
+        "optimisation": ("lr", "warmup_epochs", "weight_decay", "betas", "clip", "clip_momentum", "clip_alpha"),
+        "method": ("keep_ratio", "groups", "power", "temperature", "ema"),
+        "hardware": ("device", "precision", "threads", "fsdp", "compress_gradients", "grad_checkpointing"),
+    }  # fmt: skip
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (
         *ImagesConfig.FREE_ON_RESUME, "knn_images", "knn_every", "fsdp", "grad_checkpointing", "compress_gradients",
     )  # fmt: skip

@@ -132,6 +132,7 @@ def run_program(*arguments, check: int | None = 0, ranks: int = 1, **environment
 
 
 SMALL = (
+    "--recipe", "toy",
     "--device", "cpu", "--precision", "float32", "--threads", "1", "--depth", "1", "--image-size", "32",
     "--batch-size", "12", "--epochs", "2", "--warmup-epochs", "0.5", "--log-every", "3", "--checkpoint-every", "5",
     "--head-hidden", "32", "--head-out", "16",

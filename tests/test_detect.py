@@ -24,10 +24,12 @@ pytest.importorskip("pycocotools")
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of pycocotools
 
 LEARNS = (
+    "--recipe", "toy",
     "--device", "cpu", "--depth", "2", "--width", "32", "--batch-size", "2", "--epochs", "2.5", "--scale", "1", "1",
     "--warmup-steps", "30", "--checkpoint-every", "190", "--log-every", "40",
 )  # fmt: skip
 QUICK = (
+    "--recipe", "toy",
     "--device", "cpu", "--depth", "1", "--width", "8", "--batch-size", "4", "--epochs", "1", "--image-size", "64",
     "--proposals", "16", "--checkpoint-every", "5", "--log-every", "3", "--drop-path", "0.2",
 )  # fmt: skip
@@ -184,7 +186,7 @@ def test_folders_of_other_programs_and_other_data_are_refused(undisturbed, photo
         (main, [*LEARNS, *few[0][len(QUICK) :], "--output", str(trained), "--resume", "never"], "--resume never"),
     ):
         with pytest.raises(SystemExit) as ended:
-            program(["--device", "cpu", *arguments])
+            program(["--recipe", "toy", "--device", "cpu", *arguments])
         error = capsys.readouterr().err
         assert ended.value.code == 2 and said in error and error.count("\n") == 1
 

@@ -18,6 +18,7 @@ from run.signals import StopRequest
 from transfer.finetuning import new_model
 
 TINY = (
+    "--recipe", "toy",
     "--device", "cpu", "--precision", "float32", "--threads", "1", "--model", "vit_tiny_patch16_224", "--depth", "1",
     "--image-size", "32", "--patch-size", "8", "--batch-size", "12", "--epochs", "6", "--log-every", "3",
     "--checkpoint-every", "100", "--mixup", "0.8", "--cutmix", "1", "--erasing", "0.25", "--lr", "1e-3",
@@ -189,6 +190,6 @@ def test_learns_on_a_gpu(data, tmp_path):
 def test_the_folder_of_another_program_is_refused(undisturbed, photos, capsys):
     data = "--data", str(photos), "--eval-data", str(photos), "--batch-size", "8"
     with pytest.raises(SystemExit) as ended:
-        finetune.main(["--device", "cpu", *data, "--output", str(undisturbed[0])])
+        finetune.main(["--recipe", "toy", "--device", "cpu", *data, "--output", str(undisturbed[0])])
     assert ended.value.code == 2
     assert f"{undisturbed[0]} holds a run of train.py; expected another --output" in capsys.readouterr().err

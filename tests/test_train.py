@@ -114,7 +114,7 @@ def test_bad_files_are_left_out_and_named(tmp_path, capsys):
     [
         (("--data", "nowhere"), "nowhere"),
         (("--data", "{empty}"), "no usable image"),
-        (("--data", "{photos}", "--batch-size", "64"), "48 images"),
+        (("--data", "{photos}", "--batch-size", "64"), "or --batch-size 48 and, in proportion, --lr 0.00075"),
         (("--data", "{photos}", "--groups", "5", "--keep-ratio", "0.25"), "at most 4 groups"),
         (("--data", "{photos}", "--image-size", "30"), "--image-size 30 is not divisible by the patch size 8"),
         (("--data", "{photos}", "--model", "resnet18"), "--model resnet18"),

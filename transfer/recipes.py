@@ -25,9 +25,9 @@ from .labelled import LabelledAugmentation
 
 @dataclass(frozen=True)
 class TuneConfig(ImagesConfig):
-    """Fine-tune an encoder on labelled images, or train one from scratch in the same way.
+    """Fine-tune an encoder on labelled images, or train one so from scratch.
 
-    A recipe gives every other option its default; `--recipe NAME --help` shows the defaults of that recipe.
+    A recipe gives all other options their defaults: --recipe NAME --help.
     """
 
     recipe: Literal["toy", "cifar", "imagenet"] = "toy"
@@ -79,6 +79,19 @@ class TuneConfig(ImagesConfig):
     augmentation: LabelledAugmentation = field(default_factory=LabelledAugmentation)
 
     PROGRAM: ClassVar[str] = "finetune.py"
+    GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "data": ("recipe", "encoder", "data", "eval_data", "max_bad"),
+        "run": (
+            "output", "epochs", "batch_size", "max_steps", "resume", "checkpoint_every", "keep_last", "keep_every",
+            "log_every", "eval_every", "probe", "probe_images", "seed",
+        ),
+        "model": ("model", "image_size", "patch_size", "depth", "position_embedding"),
+        "optimisation": (
+            "lr", "warmup_epochs", "weight_decay", "betas", "layer_decay", "drop_path", "clip_norm", "ema", "mixup",
+            "cutmix", "smoothing", "erasing",
+        ),
+        "hardware": ("device", "precision", "threads"),
+    }  # fmt: skip
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (*ImagesConfig.FREE_ON_RESUME, "eval_every", "probe_images")
 
     def __post_init__(self) -> None:

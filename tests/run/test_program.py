@@ -1,8 +1,6 @@
 """How a program ends, in one line."""
 
-import dataclasses
 import errno
-from typing import Literal
 
 import pytest
 
@@ -51,29 +49,3 @@ def test_other_errors_are_not_hidden_and_wrong_input_is_said_by_one_rank(monkeyp
         with pytest.raises(SystemExit) as end, program.opening("a.py"):
             raise ValueError("wrong")
         assert end.value.code == 2 and capsys.readouterr().err == said
-
-
-def test_the_recipe_of_a_command_line_gives_the_defaults(capsys):
-    """Wherever it stands; a shortened option is not taken for it, and help is that of the recipe."""
-
-    @dataclasses.dataclass(frozen=True)
-    class Options:
-        recipe: Literal["toy", "large"] = "toy"
-        rate: float = 1.0
-
-    recipes = {"toy": Options(), "large": Options("large", 5.0)}
-    for words, expected in (
-        ((), Options()), (("--rate", "2"), Options("toy", 2.0)), (("--recipe", "large"), Options("large", 5.0)),
-        (("--rate", "2", "--recipe=large"), Options("large", 2.0)),
-    ):  # fmt: skip
-        assert program.parse("a.py", recipes, list(words)) == expected
-    for words in (("--rate", ""), ("--rate=",), ("", "--rate", "2")):  # "$RATE", where it is not set
-        with pytest.raises(ValueError, match=r"^(--rate=?|a\.py): nothing stands behind it"):
-            program.parse("a.py", recipes, list(words))
-    for words in (("--rec", "large"), ("--recipe", "none")):
-        with pytest.raises(SystemExit):
-            program.parse("a.py", recipes, list(words))
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        program.parse("a.py", recipes, ["--recipe", "large", "--help"])
-    assert not end.value.code and "5.0" in capsys.readouterr().out

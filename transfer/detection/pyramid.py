@@ -16,7 +16,8 @@ from timm.layers import LayerNorm2d
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, cat, nn
 
-STRIDES = (4, 8, 16, 32)  # pixels
+from .recipes import STRIDES
+
 GLOBAL_BLOCKS = 4  # blocks that attend to the whole image where the others attend in windows
 
 

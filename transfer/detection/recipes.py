@@ -11,14 +11,12 @@ from typing import ClassVar, Literal
 
 from run.recipes import RunConfig, check
 
-from .pyramid import STRIDES
-
 
 @dataclass(frozen=True)
 class DetectionConfig(RunConfig):
-    """Train Mask R-CNN on a pretrained encoder, on data in COCO's format, and measure its average precision.
+    """Train Mask R-CNN on an encoder, on data in COCO's format, and measure its AP.
 
-    A recipe gives every other option its default; `--recipe NAME --help` shows the defaults of that recipe.
+    A recipe gives all other options their defaults: --recipe NAME --help.
     """
 
     recipe: Literal["toy", "coco"] = "toy"
@@ -68,6 +66,18 @@ class DetectionConfig(RunConfig):
     """Largest norm of the gradient; what is longer is scaled down to it."""
 
     PROGRAM: ClassVar[str] = "detect.py"
+    GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "data": (
+            "recipe", "encoder", "train_annotations", "train_images", "eval_annotations", "eval_images", "max_bad",
+        ),
+        "run": (
+            "output", "epochs", "batch_size", "max_steps", "resume", "checkpoint_every", "keep_last", "keep_every",
+            "log_every", "seed",
+        ),
+        "model": ("model", "patch_size", "depth", "image_size", "scale", "window", "width", "proposals"),
+        "optimisation": ("lr", "warmup_steps", "weight_decay", "layer_decay", "drop_path", "clip"),
+        "hardware": ("device", "workers"),
+    }  # fmt: skip
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (
         *RunConfig.FREE_ON_RESUME, "train_annotations", "train_images", "eval_annotations", "eval_images", "workers",
     )  # fmt: skip
@@ -78,9 +88,8 @@ class DetectionConfig(RunConfig):
             check(0 < getattr(self, name) < math.inf, self, name, "a number above 0")
         for name in ("patch_size", "depth", "workers", "window", "warmup_steps"):
             check(getattr(self, name) >= 0, self, name, "0 or more")
-        coarsest = STRIDES[-1]
-        whole = self.image_size > 0 and self.image_size % coarsest == 0
-        check(whole, self, "image_size", f"a multiple of {coarsest}")
+        whole = self.image_size > 0 and self.image_size % STRIDES[-1] == 0
+        check(whole, self, "image_size", f"a multiple of {STRIDES[-1]}")
         check(0 < self.scale[0] <= self.scale[1] < math.inf, self, "scale", "two numbers above 0, the smaller first")
         check(self.proposals >= 2, self, "proposals", "2 or more")
         check(0 < self.layer_decay <= 1, self, "layer_decay", "a number above 0 and up to 1")
@@ -94,6 +103,7 @@ class DetectionConfig(RunConfig):
 
 
 SPLITS = ("train", "eval")
+STRIDES = (4, 8, 16, 32)  # pixels, of the levels of the pyramid
 RECIPES = {
     "toy": DetectionConfig(
         patch_size=8, depth=4, batch_size=4, workers=0, checkpoint_every=200, log_every=50, image_size=128,

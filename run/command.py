@@ -1,0 +1,167 @@
+"""The command line: read, and answered where it is wrong, before anything is imported that takes seconds."""
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import json
+import os
+import signal
+import sys
+import textwrap
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from . import __version__
+
+Options = TypeVar("Options")
+
+
+def answer(program: str, parse: Callable[[list[str]], Any]) -> None:
+    """Ends the process where the command line asks for help or is wrong, and until ``program.run`` lets Ctrl-C and
+    SIGTERM do so without a traceback. To be called before the imports that take seconds."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        parse(sys.argv[1:])
+    except (ValueError, OSError) as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{program}: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def parse(
+    program: str, recipes: dict[str, Options], arguments: list[str], *, own_data: Callable[[Options], bool]
+) -> Options:
+    """The config of a command line: the recipe that it names ("toy" if none), what the file of ``--config`` says, and
+    what it says itself; each goes before those named earlier. ValueError, OSError for what is wrong in one of them, and
+    where a config is one of ``own_data`` without a recipe: that of the generated data is seldom meant."""
+    import tyro
+
+    for before, word in zip([program, *arguments], arguments, strict=False):
+        if not word or (word.startswith("--") and word.endswith("=")):  # of a variable that is not set: Path("") is "."
+            raise ValueError(f"{word or before}: nothing stands behind it; expected a value")
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for option in ("--recipe", "--config"):
+        first.add_argument(option, nargs="?")
+    named, _ = first.parse_known_args(arguments)
+    if "--version" in arguments:
+        print(f"aps-pretrain {__version__}")
+        sys.exit()
+    given = _read(Path(named.config).expanduser(), recipes["toy"].PROGRAM) if named.config else {}
+    recipe = named.recipe or given.get("recipe", "toy")
+    if recipe not in recipes:
+        raise ValueError(f"--recipe {recipe}: expected one of {', '.join(recipes)}")
+    default = recipes[recipe]
+    if given:
+        default = _with(default, given | {"recipe": recipe}, f"--config {named.config}")
+    found = tyro.cli(
+        tyro.conf.OmitArgPrefixes[_grouped(default)], prog=program, args=arguments,
+        description=inspect.getdoc(type(default)),
+    )  # fmt: skip
+    values = {name: value for group in vars(found).values() for name, value in vars(group).items()}
+    own = {field.name for field in dataclasses.fields(_Own)}
+    config = _with(default, {name: value for name, value in values.items() if name not in own}, program)
+    if own_data(config) and not named.recipe and "recipe" not in given:
+        raise ValueError(f"--recipe is missing; expected, for data of your own, one of {', '.join(recipes)}")
+    return config
+
+
+@dataclasses.dataclass(frozen=True)
+class _Own:
+    config: Path | None = None
+    """A file of options: config.json of a run, or TOML. Those on the command line go before it."""
+    version: bool = False
+    """Print the version and end."""
+
+
+def _read(file: Path, program: str) -> dict[str, Any]:
+    """{option: value} of a file: TOML, or JSON as ``config.json`` of a run; tables within it are taken apart."""
+    try:
+        content = tomllib.loads(file.read_text()) if file.suffix == ".toml" else json.loads(file.read_text())
+        written_by, content = content.get("program", program), dict(content.get("config", content))
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ValueError(f"--config {file}: {error}; expected TOML, or JSON as config.json of a run") from None
+    if written_by != program:
+        raise ValueError(f"--config {file} is of {written_by}; expected options of {program}")
+    parts = [value if isinstance(value, dict) else {name: value} for name, value in content.items()]
+    return {name.replace("-", "_"): value for part in parts for name, value in part.items()}
+
+
+def _with(default: Options, values: dict[str, Any], source: str) -> Options:
+    """A config in which options, also those of dataclasses within it, have other values; ValueError, which begins with
+    the ``source``, for names that it does not have and for values of another type."""
+    changes, left = {}, dict(values)
+    for field in dataclasses.fields(default):
+        value, kind = getattr(default, field.name), get_type_hints(type(default))[field.name]
+        if dataclasses.is_dataclass(value):
+            own = {inner.name for inner in dataclasses.fields(value)}
+            changes[field.name] = _with(value, {name: left.pop(name) for name in own & left.keys()}, source)
+        elif field.name in left:
+            changes[field.name] = _as(kind, left.pop(field.name), f"{source}: {field.name}")
+    if left:
+        raise ValueError(f"{source}: no option {', '.join(left)} in {type(default).PROGRAM}; see --help")
+    return dataclasses.replace(default, **changes)
+
+
+def _as(kind: Any, value: Any, what: str) -> Any:
+    """A value as JSON and TOML have it, as one of a type; ValueError if it is none."""
+    choices = [kind, *(choice for choice in get_args(kind) if get_origin(kind) not in (tuple, Literal))]
+    for choice in choices:
+        if choice is Path and isinstance(value, str | Path):
+            return Path(value)
+        if get_origin(choice) is Literal and value in get_args(choice):
+            return value
+        if get_origin(choice) is tuple and isinstance(value, list | tuple) and len(value) == len(get_args(choice)):
+            return tuple(_as(inner, part, what) for inner, part in zip(get_args(choice), value, strict=True))
+        if choice is float and type(value) in (int, float):
+            return float(value)
+        if isinstance(choice, type) and type(value) is choice:
+            return value
+    expected = kind.__name__ if type(kind) is type else str(kind).replace("typing.", "")
+    raise ValueError(f"{what} = {value!r}; expected {expected}")
+
+
+def _grouped(default: Options) -> type:
+    """A dataclass for tyro: the options in groups, ``GROUPS`` of the config {title: names}, those of the dataclasses
+    within it in groups of their own, and then ``_Own``."""
+    import tyro
+
+    kind = type(default)
+    groups = {title: (default, names) for title, names in kind.GROUPS.items()}
+    for field in dataclasses.fields(default):
+        if dataclasses.is_dataclass(value := getattr(default, field.name)):
+            groups[field.name] = value, [inner.name for inner in dataclasses.fields(value)]
+    own = _Own()
+    groups["command line"] = own, ("config", "version")
+    made = []
+    for title, (config, names) in groups.items():
+        hints, says = get_type_hints(type(config)), documented(type(config))
+        fields = []
+        for name in names:
+            how = {"help": says[name]}
+            if (value := getattr(config, name)) is None:  # what that means, the text says
+                how |= {"metavar": hints[name].__args__[0].__name__.upper(), "help_behavior_hint": ""}
+            fields.append((name, Annotated[hints[name], tyro.conf.arg(**how)], value))
+        if config is own:  # one does not ask for no version
+            fields = [(name, tyro.conf.FlagCreatePairsOff[kind], value) for name, kind, value in fields]
+        group = dataclasses.make_dataclass(title.replace(" ", "_"), fields, namespace={"__doc__": " "})
+        made.append((title.replace(" ", "_"), group, dataclasses.field(default_factory=group)))
+    return dataclasses.make_dataclass("Options", made)
+
+
+def documented(kind: type) -> dict[str, str]:
+    """{field: what its dataclass says of it, in a string below or in a comment beside it}."""
+    found = {}
+    for cls in reversed(kind.__mro__[:-1]):
+        lines = textwrap.dedent(inspect.getsource(cls)).splitlines()
+        body = ast.parse("\n".join(lines)).body[0].body
+        for field, text in zip(body, [*body[1:], None], strict=True):
+            if isinstance(field, ast.AnnAssign):
+                if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                    found[field.target.id] = " ".join(text.value.value.split())
+                else:
+                    found[field.target.id] = lines[field.end_lineno - 1][field.end_col_offset :].partition("# ")[2]
+    return found
