@@ -10,7 +10,9 @@ from kernels.compiled import compile_for
 def test_import_touches_no_gpu_and_warns_of_nothing():
     code = (
         "import os, sys; before = dict(os.environ)\n"
-        "import torch, kernels\n"
+        "import torch\n"
+        "from kernels import *\n"
+        "import kernels\n"
         "assert not torch.cuda.is_initialized()\n"
         "assert kernels.sampling._tables == {}\n"
         "assert dict(os.environ) == before\n"
