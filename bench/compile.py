@@ -2,7 +2,8 @@
 
 Numbers are those of the ImageNet recipes (14 x 14 patches of 16 px, 49 kept, 4 groups, bfloat16), and static: an
 instruction in a loop counts once. Loads and stores are those of global memory. For NVIDIA everything is read from the
-machine code (SASS) with the tools inside the triton package, for AMD from the assembly that LLVM writes.
+machine code (SASS) with the tools inside the triton package, for AMD from the assembly that LLVM writes. Kernels of
+``bench/variants`` are a table of their own, for three generations of NVIDIA's cards for data centres.
 """
 
 import re
@@ -16,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 
 from bench import environment
 from bench.findings import finding
+from bench.variants import compiled
 from kernels.compiled import compile_for
 
 CAPABILITIES = 80, 90, 100, 120
@@ -49,6 +51,13 @@ def compiled_rows():
             if capability == CAPABILITIES[0]:
                 amd = triton.compile(kernel.src, AMD, {"num_warps": kernel.metadata.num_warps})
                 yield {"target": AMD.arch, "kernel": name} | _amd(amd)
+
+
+def variant_rows():
+    """The same of the variants' kernels."""
+    for capability in (80, 90, 100):
+        for name, kernel in compiled.compile_for(capability):
+            yield {"target": f"sm_{capability}", "kernel": name} | _nvidia(kernel)
 
 
 def _nvidia(kernel) -> dict:
@@ -110,18 +119,27 @@ def conclusions(d: dict) -> dict:
     stores = {int(bits) for row in rows if row["kernel"] == "gather_patches" for bits in row["store_bits"]}
     programs = f"{len(rows)} programs, {spilled or 'none'} of which spill{'s' if spilled == 1 else ''}"
     stored = f"the gather stores {' or '.join(str(bits // 8) for bits in sorted(stores))} bytes at a time"
-    return {"findings": [finding(f"every kernel compiled for {', '.join(targets)}", programs, stored)]}
+    found = [finding(f"every kernel compiled for {', '.join(targets)}", programs, stored)]
+    if d.get("variants"):
+        spilled = [f"{row['kernel']} on {row['target']}" for row in d["variants"] if row["spill_instructions"]]
+        found.append(
+            finding("kernels of variants", f"{len(d['variants'])} programs", f"spill: {', '.join(spilled) or 'none'}")
+        )
+    return {"findings": found}
 
 
 def main(arguments: list[str]) -> int:
     options = environment.parser("compile", "Compile every kernel; no GPU is needed.").parse_args(arguments)
-    rows = list(compiled_rows())
-    rows.sort(key=lambda row: row["kernel"])
-    environment.save(options, {"rows": rows} | conclusions({"rows": rows}))
-    shown = [dict(row) for row in rows]
-    for row in shown:
-        del row["spill_instructions"]
-        for key in ("load_bits", "store_bits"):
-            row[key] = " ".join(f"{count}x{width}" for width, count in row[key].items())
-    environment.print_table(shown)
+    result = {"rows": sorted(compiled_rows(), key=lambda row: row["kernel"])}
+    environment.save(options, result | conclusions(result))
+    result["variants"] = sorted(variant_rows(), key=lambda row: row["kernel"])
+    environment.save(options, result | conclusions(result))
+    for rows in result.values():
+        shown = [dict(row) for row in rows]
+        for row in shown:
+            del row["spill_instructions"]
+            for key in ("load_bits", "store_bits"):
+                row[key] = " ".join(f"{count}x{width}" for width, count in row[key].items())
+        environment.print_table(shown)
+        print()
     return 0

@@ -219,12 +219,17 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=512, help="images per step")
     parser.add_argument("--turns", type=int, default=8, help="timed ones of each mode")
     parser.add_argument("--modes", choices=MODES, nargs="+", help="default: compiled and eager on a GPU, all on a CPU")
+    parser.add_argument("--variants", nargs="*", metavar="NAME", help="instead: bench/variants, all or these")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str]) -> int:
     options, device = parse(arguments), environment.device()
     config = dataclasses.replace(RECIPES[options.recipe], batch_size=options.batch_size)
+    if options.variants is not None:
+        from bench.variants import turns  # which takes from here
+
+        return turns.main(options, config, device)
     turns, batches = options.turns, 3 if device.type == "cuda" else 1
     names = options.modes or (("compiled", "eager") if device.type == "cuda" else MODES)
     result = {"recipe": config.recipe, "model": config.model, "groups": config.groups}

@@ -32,6 +32,12 @@ def call(module, what, args, kwargs):
     return (what if callable(what) else reduce(getattr, what.split("."), module))(*args, **kwargs)
 
 
+def with_constant(module, name, value, function, *args):
+    """``function(*args)`` with a constant of a module set to something else, for good."""
+    setattr(sys.modules[module], name, value)
+    return function(*args)
+
+
 def interpret(calls, folder):
     """Results of ``calls``, (function or its name in ``kernels``, args, kwargs) each.
 

@@ -1,0 +1,238 @@
+"""Where a variant takes hold: modules put in the place of timm's and ours in a network, with the same parameters.
+
+All that a network computes stays what it was, but for the forms said to differ. Those for a network that learns change
+how its gradients come about, those for a network of keys know that there are none.
+"""
+
+import torch
+import torch.nn.functional as F
+from timm.layers import Mlp
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from bench.variants import mlp
+from bench.variants.columns import attention_backward, gelu_backward, norm_backward
+from kernels import attention
+from model.encoder import PackedAttention
+
+
+class _Gelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, bias):
+        ctx.save_for_backward(x)
+        ctx.type = bias.dtype
+        return F.gelu(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        dx, dbias = gelu_backward(gradient, *ctx.saved_tensors)
+        return dx, dbias.to(ctx.type)
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, stream, branch, bias, gamma, beta, eps):
+        total = stream + branch
+        wide = total.to(torch.promote_types(total.dtype, torch.float32))
+        normed, mean, rstd = torch.native_layer_norm(
+            wide, total.shape[-1:], gamma.to(wide.dtype), beta.to(wide.dtype), eps
+        )
+        ctx.save_for_backward(total, mean, rstd, gamma)
+        ctx.types = bias.dtype, gamma.dtype
+        return total, normed.to(total.dtype)
+
+    @staticmethod
+    def backward(ctx, passing, gradient):
+        total, mean, rstd, gamma = ctx.saved_tensors
+        ds, sums = norm_backward(gradient, passing, total, mean, rstd, gamma)
+        dgamma, dbeta, dbias = sums.unbind()
+        bias, norm = ctx.types
+        return ds, ds, dbias.to(bias), dgamma.to(norm), dbeta.to(norm), None
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, qkv, bias, heads):
+        ctx.save_for_backward(qkv)
+        ctx.heads, ctx.type = heads, bias.dtype
+        return attention(qkv, heads=heads)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        dqkv, dbias = attention_backward(*ctx.saved_tensors, gradient, ctx.heads)
+        return dqkv, dbias.to(ctx.type), None
+
+
+class _Mlp(torch.autograd.Function):
+    """x [..., K]; weights in the type of x, biases in any."""
+
+    @staticmethod
+    def forward(ctx, x, w1, b1, w2, b2):
+        a, slope = mlp.up(x.flatten(0, -2), w1, b1)
+        ctx.save_for_backward(x, a, slope, w1, w2)
+        ctx.types = b1.dtype, b2.dtype
+        return F.linear(a, w2, b2.to(a.dtype)).unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, a, slope, w1, w2 = ctx.saved_tensors
+        rows, (b1, b2) = gradient.flatten(0, -2), ctx.types
+        dh, db1 = mlp.down_backward(rows, w2, slope)
+        dw1, dw2 = dh.t() @ x.flatten(0, -2), rows.t() @ a
+        db2 = rows.sum(0, dtype=db1.dtype).to(b2) if ctx.needs_input_grad[4] else None
+        return (dh @ w1).view_as(x), dw1, db1.to(b1), dw2, db2
+
+
+class ForeignBias(nn.Linear):
+    """A linear layer whose bias gets its gradient from what comes behind."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias.detach())
+
+
+class GeluMlp(Mlp):
+    """timm's MLP, in whose place it is put."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(_Gelu.apply(self.fc1(x), self.fc1.bias))
+
+
+class FusedMlp(Mlp):
+    """timm's MLP, in whose place it is put; ``kind``: the type of its products."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        w1, w2 = self.fc1.weight.to(self.kind), self.fc2.weight.to(self.kind)
+        b2 = self.fc2.bias.detach() if isinstance(self.fc2, ForeignBias) else self.fc2.bias
+        return _Mlp.apply(x.to(self.kind), w1, self.fc1.bias, w2, b2)
+
+
+class BiasAttention(PackedAttention):
+    """Ours, in whose place it is put. (For the class token alone: as ours.)"""
+
+    def forward(self, x: Tensor, **how) -> Tensor:
+        if any(how.values()):
+            return super().forward(x, **how)
+        qkv = F.linear(x, self.qkv.weight, self.qkv.bias.detach())
+        return self.proj(_Attention.apply(qkv, self.qkv.bias, self.num_heads))
+
+
+class Chain(nn.Sequential):
+    """Blocks one after the other, each sum of the stream and a branch made together with the norm that reads it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        blocks = list(self)
+        normed = blocks[0].norm1(x)
+        for block, following in zip(blocks, [*blocks[1:], None], strict=True):
+            x, normed = _add_norm(x, block.attn(normed), block.attn.proj, block.norm2)
+            branch = block.mlp(normed)
+            if following is not None:
+                x, normed = _add_norm(x, branch, block.mlp.fc2, following.norm1)
+        return x + branch
+
+
+def _add_norm(stream, branch, product, norm):
+    return _AddNorm.apply(stream, branch, product.bias, norm.weight, norm.bias, norm.eps)
+
+
+def sum_in_gelu(vit: VisionTransformer) -> None:
+    for block in vit.blocks.modules():
+        if isinstance(block, Mlp):
+            block.__class__, block.fc1.__class__ = GeluMlp, ForeignBias
+
+
+def sum_in_attention(vit: VisionTransformer) -> None:
+    for module in vit.blocks.modules():
+        if isinstance(module, PackedAttention):
+            module.__class__ = BiasAttention
+
+
+def sum_in_norms(vit: VisionTransformer) -> None:
+    """In all blocks but the last one, which may be of another kind; before the others, who look for their modules."""
+    *blocks, last = vit.blocks
+    for block in blocks:
+        block.attn.proj.__class__ = ForeignBias
+    for block in blocks[:-1]:
+        block.mlp.fc2.__class__ = ForeignBias
+    vit.blocks = nn.Sequential(Chain(*blocks), last)
+
+
+@torch.library.custom_op("aps_bench::linear_gelu", mutates_args=(), device_types="cpu")
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """GELU, in its tanh form, of x W^T + b: [M,N] from x [M,K], W [N,K], b [N], all of one type."""
+    return F.gelu(F.linear(x, weight, bias), approximate="tanh")
+
+
+@linear_gelu.register_kernel("cuda")
+def _(x, weight, bias):
+    return torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
+
+
+@linear_gelu.register_fake
+def _(x, weight, bias):
+    return x.new_empty(len(x), len(weight))
+
+
+class KeyMlp(Mlp):
+    """timm's MLP, in whose place it is put, with GELU at the end of the first product; ``kind``: the products' type."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2).to(self.kind)
+        a = linear_gelu(rows, self.fc1.weight.to(self.kind), self.fc1.bias.to(self.kind))
+        return self.fc2(a).unflatten(0, x.shape[:-1])
+
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = torch.finfo(E4M3).max  # 448
+MARGIN = 2.0  # how much larger than last time a number may be before it is cut off
+
+
+def quantised(x: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+    """x as e4m3 times a scale (float32 scalar), by which ``MARGIN`` times ``largest`` becomes the largest number."""
+    scale = (largest * (MARGIN / LARGEST)).clamp_min(torch.finfo(torch.float32).tiny)
+    return (x.float() / scale).clamp(-LARGEST, LARGEST).to(E4M3), scale
+
+
+class Fp8Linear(nn.Linear):
+    """A linear layer without gradient whose product is one of e4m3 numbers, with a scale for input and weight each.
+
+    Scales are those of the time before, so that nothing waits for the largest number of this one; ``largest`` holds
+    both. ``kind``: the type of what comes out. On a CPU the product is one of the same numbers in float32.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        (a, scale_a), (b, scale_b) = quantised(rows, self.largest[0]), quantised(self.weight, self.largest[1])
+        self.largest.copy_(torch.stack([rows.abs().amax(), self.weight.abs().amax()]))
+        bias = self.bias.to(self.kind)
+        if x.is_cuda:
+            how = {"scale_a": scale_a, "scale_b": scale_b, "bias": bias, "out_dtype": self.kind}
+            out = torch._scaled_mm(a, b.t(), use_fast_accum=True, **how)
+        else:
+            with torch.autocast("cpu", enabled=False):
+                out = ((a.float() @ b.float().t()) * (scale_a * scale_b) + bias).to(self.kind)
+        return out.unflatten(0, x.shape[:-1])
+
+
+def put(vit: VisionTransformer, old: type, new: type, kind: torch.dtype) -> None:
+    """``new`` in the place of all modules ``old`` of the blocks."""
+    for module in vit.blocks.modules():
+        if isinstance(module, old):
+            module.__class__, module.kind = new, kind
+
+
+def fp8(vit: VisionTransformer, kind: torch.dtype, run) -> None:
+    """Products of all blocks but the last, which computes only what is read, in fp8; ``run()`` a pass through the
+    network as it is, of which the first scales are."""
+    layers = [module for block in vit.blocks[:-1] for module in block.modules() if isinstance(module, nn.Linear)]
+    for layer in layers:
+        layer.register_buffer("largest", torch.zeros(2, device=layer.weight.device), persistent=False)
+
+    def note(layer, inputs):
+        layer.largest.copy_(torch.stack([inputs[0].abs().amax(), layer.weight.abs().amax()]))
+
+    hooks = [layer.register_forward_pre_hook(note) for layer in layers]
+    run()
+    for hook in hooks:
+        hook.remove()
+    for layer in layers:
+        layer.__class__, layer.kind = Fp8Linear, kind

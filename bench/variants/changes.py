@@ -1,0 +1,183 @@
+"""The variants: what each changes in a ``run.training.Training``, from outside, before its first step.
+
+Modules are changed in the networks that run (``training.query`` and ``training.key``, below what compiles them), and
+what a step calls is wrapped.
+
+``predicted``: milliseconds that a step of 512 images should lose on an H100, of ViT-S and ViT-B, by arithmetic from the
+profile of ``results/NVIDIA-H100-*/step_variants.json``: for sums of columns the kernels that would not be there, for
+GELU inside of products the time of GELU less what the products would take longer.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from timm.layers import Mlp
+from torch import Tensor, nn
+
+from bench.products import NO_GPU, preferring, without_fp8
+from bench.variants import blocks
+from run.training import Training
+
+
+class Variant(NamedTuple):
+    """``exact``: the same numbers but for rounding; otherwise another form, which only the k-NN accuracy of a run can
+    judge, and ``cosine`` is what its keys have to reach with those of the base. ``place``: of two that change the same
+    one, only one can be applied."""
+
+    name: str
+    what: str
+    predicted: tuple[float, float]
+    apply: Callable[[Training, nn.Module, nn.Module | None], None]  # the networks of queries and of keys that run
+    missing: Callable[[Training], str]  # why it cannot be applied, "" if it can
+    cosine: float | None = None
+    place: str = ""
+
+    @property
+    def exact(self) -> bool:
+        return self.cosine is None
+
+
+def kind(training: Training) -> torch.dtype:
+    return torch.bfloat16 if training.half else torch.float32
+
+
+def apply(names: list[str], training: Training) -> None:
+    """These variants, given in the order of ``VARIANTS``."""
+    networks = [getattr(called, "_orig_mod", called) for called in (training.query, training.key)]
+    for name in names:
+        BY_NAME[name].apply(training, *networks)
+
+
+def autotune(training: Training, queries: nn.Module, keys: nn.Module | None) -> None:
+    how = {"dynamic": False, "fullgraph": True, "options": {"max_autotune_gemm": True}}
+    training.query, training.key = (network and torch.compile(network, **how) for network in (queries, keys))
+
+
+def by_cublaslt(training: Training, *_) -> None:
+    step = training.step
+    training.step = lambda *args, **more: preferring("cublaslt", lambda: step(*args, **more))()
+
+
+def fused_mlp(training: Training, queries: nn.Module, _) -> None:
+    blocks.put(queries.encoder, Mlp, blocks.FusedMlp, kind(training))
+
+
+def key_gelu(training: Training, _, keys: nn.Module) -> None:
+    blocks.put(keys.encoder, Mlp, blocks.KeyMlp, kind(training))
+
+
+def fp8_keys(training: Training, _, keys: nn.Module) -> None:
+    device = training.device
+    shape = 2, 2, training.keep, 3 * training.patch**2
+    generator = torch.Generator(device).manual_seed(0)
+    patches = torch.randn(shape, generator=generator, device=device).to(kind(training))
+    index = torch.arange(training.keep, device=device, dtype=torch.int32).expand(shape[:3])
+
+    def run():
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=training.half):
+            keys(patches, index)
+
+    blocks.fp8(keys.encoder, kind(training), run)
+
+
+def key_stream(training: Training, *_) -> None:
+    """Keys are queued on a stream of their own, and before the queries, so that each fills the other's gaps."""
+    query, key, module = training.query, training.key, torch.get_device_module(training.device)
+    stream, waiting = module.Stream(), []
+
+    def both(patches: Tensor, index: Tensor):
+        stream.wait_stream(module.current_stream())
+        with module.stream(stream), torch.no_grad():
+            waiting.append(key(patches, index))
+        return query(patches, index)
+
+    def wait(patches: Tensor, index: Tensor) -> Tensor:
+        module.current_stream().wait_stream(stream)
+        return waiting.pop()
+
+    training.query, training.key = both, wait
+
+
+class Given(nn.Module):
+    """In the place of the norm behind an embedding: lets another's tokens in. (A compiler drops what nothing reads.)"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tokens
+
+
+def one_embedding(training: Training, queries: nn.Module, keys: nn.Module) -> None:
+    """Frozen at the same values in both networks, the embedding is computed once for both."""
+    query, given = training.query, Given()
+    projection = queries.encoder.patch_embed.proj
+    for network in (queries, keys):
+        network.encoder.patch_embed.norm = given
+
+    def embedded(patches: Tensor, index: Tensor):
+        given.tokens = F.linear(patches.flatten(0, 1), projection.weight.flatten(1), projection.bias)
+        return query(patches, index)
+
+    training.query = embedded
+
+
+def anywhere(training: Training) -> str:
+    return ""
+
+
+def with_keys(training: Training) -> str:
+    return "" if training.key_network is not None else "there is no momentum network"
+
+
+def on_gpu(training: Training) -> str:
+    return "" if training.on_gpu else NO_GPU
+
+
+def with_bulk_copies(training: Training) -> str:
+    if not training.on_gpu:
+        return ""
+    capability = torch.cuda.get_device_capability(training.device)
+    return "" if (9, 0) <= capability < (12, 0) else f"needs compute capability 9 or 10, this card has {capability}"
+
+
+def with_frozen_embedding(training: Training) -> str:
+    frozen = training.config.frozen_patch_embed
+    return with_keys(training) or ("" if frozen else "the patch embedding is learned")
+
+
+def with_fp8(training: Training) -> str:
+    return with_keys(training) or (without_fp8(training.device) if training.on_gpu else "")
+
+
+def sums(change: Callable) -> Callable:
+    return lambda training, queries, keys: change(queries.encoder)
+
+
+# In the order in which several are applied: those that wrap what a step calls come last.
+VARIANTS = (
+    Variant("autotune", "products by Inductor's max_autotune_gemm", (1.0, 2.0), autotune, on_gpu),
+    Variant("cublaslt", "products by cuBLASLt wherever possible", (1.0, 2.0), by_cublaslt, on_gpu),
+    Variant("norm-backward", "columns summed in the backward of norms", (0.75, 1.1), sums(blocks.sum_in_norms),
+            anywhere),
+    Variant("gelu-backward", "columns summed in the backward of GELU", (0.63, 1.35), sums(blocks.sum_in_gelu), anywhere,
+            place="MLP of queries"),
+    Variant("attention-backward", "columns summed in the backward of attention", (0.52, 1.05),
+            sums(blocks.sum_in_attention), anywhere),
+    Variant("fused-mlp", "GELU and its derivative inside of products (queries)", (2.6, 5.0), fused_mlp,
+            with_bulk_copies, place="MLP of queries"),
+    Variant("key-gelu", "GELU in cuBLASLt's epilogue (keys, tanh form)", (1.2, 2.7), key_gelu, with_keys, 0.999,
+            place="MLP of keys"),
+    Variant("fp8-keys", "products in fp8 (keys)", (2.0, 4.0), fp8_keys, with_fp8, 0.9, place="MLP of keys"),
+    Variant("key-stream", "keys on a second stream", (0.7, 1.0), key_stream, with_keys),
+    Variant("one-embedding", "frozen patch embedding once for both networks", (0.05, 0.1), one_embedding,
+            with_frozen_embedding),
+)  # fmt: skip
+BY_NAME = {variant.name: variant for variant in VARIANTS}
+
+
+def compatible(names: list[str]) -> list[str]:
+    """Of these, best first, those that can be applied together, in the order in which to do so."""
+    taken: dict[str, str] = {}
+    for name in names:
+        taken.setdefault(BY_NAME[name].place or name, name)
+    return [name for name in BY_NAME if name in taken.values()]

@@ -1,0 +1,196 @@
+"""``bench step --variants``: each variant alone, then those that pay together, in turns with train.py's step.
+
+Before it is timed, a variant takes the first steps from the same weights on the same patches as the base has:
+
+- ``loss_difference``: the largest of those steps, relative; ``exact`` variants may differ by the rounding of a number
+  of the step's type (2^-8 in bfloat16, 1e-5 in float32), others are not held to it.
+- ``gradient_distance``: of the first step, to that of the float32 step, relative (L2 norm); ``exact`` variants may be
+  1.5 times as far away as the base is, and 1e-4 further.
+- ``key_cosine``: of the first step's keys with the base's, in the mean; variants that are not exact have to reach
+  ``key_cosine_wanted``, at weights of the start, where batch normalisation blows up what little images differ by. What
+  their network is worth says only the k-NN accuracy of a run.
+
+``together``: those that saved time on a GPU, of two that change the same place the better one; on a CPU, where times
+say nothing, all that ran. What cannot be run is "not run", with the reason, and counts as nothing else.
+"""
+
+import dataclasses
+import gc
+from collections.abc import Callable
+
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench import environment
+from bench.findings import bar, finding, number, plot
+from bench.step import Synthetic, time_in_turns, wait
+from bench.variants.changes import BY_NAME, apply, compatible
+from run.recipes import Config
+
+SMALL = {"model": "vit_tiny_patch16_224", "image_size": 64, "depth": 3, "head_hidden": 64, "groups": 2, "batch_size": 8}
+PREDICTED = {"imagenet-vit-s": 0, "imagenet-vit-b": 1}  # place in ``Variant.predicted``
+COMPILED = 128  # forms of one function at once: each variant is one or two
+
+
+@dataclasses.dataclass
+class Course:
+    """First steps: losses [steps], gradient [n] and keys [2,B,E] of the first one (None without a momentum network)."""
+
+    losses: Tensor
+    gradient: Tensor
+    keys: Tensor | None
+
+
+def course(synthetic: Synthetic) -> Course:
+    """The steps of one batch, from the beginning."""
+    training, losses, kept = synthetic.training, [], {}
+    step, key = training.step, training.key
+
+    def noted_key(*args):
+        found = key(*args)
+        kept.setdefault("keys", found.detach().clone())
+        return found
+
+    def noted_step(*args, **more):
+        (loss, *figures), finite = step(*args, **more)
+        losses.append(loss.detach().clone())
+        kept.setdefault("gradient", training.flat.gradient.clone())
+        return (loss, *figures), finite
+
+    training.step, training.key = noted_step, key and noted_key
+    synthetic.batch()
+    training.step, training.key = step, key
+    return Course(torch.stack(losses), kept["gradient"], kept.get("keys"))
+
+
+def distance(gradient: Tensor, other: Tensor) -> float:
+    return ((gradient - other).norm() / other.norm()).item()
+
+
+def compare(found: Course, base: Course, exact: Course, names: list[str], *, half: bool) -> dict:
+    """What the module's docstring says; ``exact``: the float32 step's."""
+    result = {
+        "loss_difference": ((found.losses - base.losses) / base.losses).abs().max().item(),
+        "gradient_distance": distance(found.gradient, exact.gradient),
+        "gradient_distance_of_base": distance(base.gradient, exact.gradient),
+    }
+    if base.keys is not None:
+        result["key_cosine"] = F.cosine_similarity(found.keys.float(), base.keys.float(), dim=-1).mean().item()
+    wanted = [BY_NAME[name].cosine for name in names if not BY_NAME[name].exact]
+    if wanted:
+        result["key_cosine_wanted"] = min(wanted)
+        return result | {"within": result["key_cosine"] >= min(wanted)}
+    result["loss_tolerance"] = 2**-8 if half else 1e-5
+    result["gradient_tolerance"] = 1.5 * result["gradient_distance_of_base"] + 1e-4
+    within = all(result[what] <= result[f"{of}_tolerance"] for what, of in
+                 (("loss_difference", "loss"), ("gradient_distance", "gradient")))  # fmt: skip
+    return result | {"within": within}
+
+
+def one(
+    config: Config, device: torch.device, mode: str, loaded=None, names: list[str] = ()
+) -> tuple[Synthetic, Course]:
+    """A step of its own with some variants, after its course."""
+    torch.manual_seed(0)
+    synthetic = Synthetic(config, device, mode=mode)
+    synthetic.loaded = loaded or synthetic.loaded
+    apply(names, synthetic.training)
+    return synthetic, course(synthetic)
+
+
+def measure(config: Config, device: torch.device, names: list[str], turns: int, save: Callable[[list], None]) -> list:
+    """A row for each variant and for those together; ``save`` gets what there is after each of them."""
+    mode, rows = "compiled" if device.type == "cuda" else "eager", []
+    float32, exact = one(config, device, "float32")
+    loaded = float32.loaded
+    del float32
+    base, first = one(config, device, mode, loaded)
+    half, on_gpu = base.training.half, device.type == "cuda"
+    place = PREDICTED.get(config.recipe) if on_gpu and config.batch_size == 512 and not config.depth else None
+
+    def row_of(what: str, applied: list[str]) -> dict:
+        row = {"name": what, "applied": applied}
+        if place is not None:
+            row["predicted_ms"] = sum(BY_NAME[name].predicted[place] for name in applied)
+        missing = [reason for name in applied if (reason := BY_NAME[name].missing(base.training))]
+        if missing or not applied:
+            return row | {"not_run": "; ".join(missing) or "no variant saved time"}
+        if on_gpu:
+            gc.collect()
+            torch.cuda.empty_cache()
+        try:
+            other, found = one(config, device, mode, loaded, applied)
+            row |= compare(found, first, exact, applied, half=half)
+            for _ in range(2 * on_gpu):
+                other.batch()
+            times = time_in_turns({"plain": base, what: other}, config, device, turns)
+        except Exception as error:  # one that fails stops no other
+            return row | {"failed": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"}
+        saved = (times["plain"]["step_seconds"]["p50"] - times[what]["step_seconds"]["p50"]) * 1e3
+        row |= {"base": times["plain"]["step_seconds"], "step_seconds": times[what]["step_seconds"]}
+        return row | {"times_base": times[what]["times_plain"], "saved_ms": saved}
+
+    for name in names:
+        rows.append(row_of(name, [name]))
+        save(rows)
+    ran = [row for row in rows if "saved_ms" in row and (row["saved_ms"] > 0 or not on_gpu)]
+    best = sorted(ran, key=lambda row: -row["saved_ms"] if on_gpu else 0)
+    rows.append(row_of("together", compatible([row["name"] for row in best])))
+    save(rows)
+    wait(device)
+    return rows
+
+
+def conclusions(d: dict) -> dict:
+    """A row and a bar for each variant that ran, a row for those that did not."""
+    found, bars = [], []
+    for row in d["rows"]:
+        what = f"variant {row['name']}, {d['recipe']}, batch {d['batch_size']}"
+        if "not_run" in row or "failed" in row:
+            found.append(
+                finding(what, f"not run: {row['not_run']}" if "not_run" in row else f"failed: {row['failed']}")
+            )
+            continue
+        saved = [f"{row['saved_ms']:+.2f} ms saved of {number(row['base']['p50'] * 1e3)}"]
+        if "predicted_ms" in row:
+            saved.append(f"predicted {row['predicted_ms']:+.2f}")
+        same = (
+            f"losses differ by {row['loss_difference']:.1e}, gradients by {row['gradient_distance']:.1e} from float32's"
+        )
+        keys = [f"cosine of keys {row['key_cosine']:.5f}"] if "key_cosine" in row else []
+        of = [f"of {', '.join(row['applied'])}"] if row["name"] == "together" else []
+        verdict = "within tolerance" if row["within"] else "outside of its tolerance"
+        found.append(finding(what, ", ".join(saved), *of, same, *keys, verdict))
+        bars.append(bar(row["name"], row["saved_ms"]))
+    plots = (
+        [plot("Variants of the step", "ms saved", {f"{d['recipe']}, batch {d['batch_size']}": bars})] if bars else []
+    )
+    return {"findings": found, "plots": plots}
+
+
+def main(options, config: Config, device: torch.device) -> int:
+    """``options.variants``: names, none for all. Exit code 1 where one failed or left its tolerance."""
+    names = [name for name in BY_NAME if name in options.variants] or list(BY_NAME)
+    turns, result = options.turns, {"recipe": config.recipe, "model": config.model, "groups": config.groups}
+    if options.smoke:
+        config, turns, result = dataclasses.replace(config, **SMALL), 2, result | SMALL
+    result |= {"batch_size": config.batch_size}
+
+    def save(rows):
+        found = result | {"rows": rows}
+        environment.save(options, found | conclusions(found))
+
+    with torch._dynamo.config.patch(recompile_limit=COMPILED):
+        rows = measure(config, device, names, turns, save)
+    columns = ("predicted_ms", "saved_ms", "loss_difference", "gradient_distance", "gradient_tolerance", "key_cosine")
+    environment.print_table([
+        {"variant": row["name"]}
+        | {column: row.get(column) for column in columns}
+        | {"verdict": f"not run: {row['not_run']}" if "not_run" in row else row.get("failed") or
+           ("within tolerance" if row["within"] else "outside of its tolerance")}
+        for row in rows
+    ])  # fmt: skip
+    print(f"together: {', '.join(rows[-1]['applied'])}")
+    return int(any("failed" in row or not row.get("within", True) for row in rows))

@@ -1,0 +1,107 @@
+"""What no GPU has shown to pay yet is right all the same: each variant against the step that it changes."""
+
+import dataclasses
+import json
+from itertools import islice
+from types import SimpleNamespace
+
+import torch
+
+from bench import step
+from bench.compile import _nvidia
+from bench.step import Synthetic
+from bench.variants import blocks, columns, compiled, mlp
+from bench.variants.changes import BY_NAME, VARIANTS, apply, compatible
+from bench.variants.turns import SMALL
+from run.recipes import RECIPES
+from tests.kernels.interpreter import interpret, with_constant
+
+CPU = torch.device("cpu")
+CONFIG = dataclasses.replace(RECIPES["imagenet-vit-s"], precision="float32", **SMALL)
+TILE = mlp.Tile(16, 32, 16, 2, 4, 2, 1)
+
+
+RANDOM = torch.Generator().manual_seed(0)
+FEW = columns.__name__, "PROGRAMS", 2  # so that each has more than one round to make
+
+
+def random(*shape):
+    return torch.randn(*shape, generator=RANDOM)
+
+
+def kernel_cases():
+    """(launcher, its arguments, what it should give by the reference in float64), at odd sizes."""
+    for rows, width in ((37, 40), (3, 96)):
+        x = 3 + 2 * random(rows, width)
+        mean, rstd = x.double().mean(1, keepdim=True), x.double().var(1, correction=0, keepdim=True).add(1e-6).rsqrt()
+        args = random(rows, width), random(rows, width), x, mean.float(), rstd.float(), random(width)
+        exact = [*map(torch.Tensor.double, args[:3]), mean, rstd, args[5].double()]
+        yield (*FEW, columns._launch_norm, *args), columns._refer_norm(*exact)
+    for launch, refer, *args in (
+        (columns._launch_gelu, columns._refer_gelu, random(45, 300), 2 * random(45, 300)),
+        (columns._launch_attention, columns._refer_attention, 2 * random(3, 17, 96), random(3, 17, 32), 2),
+        (mlp.launch_up, mlp._refer_up, random(37, 20), random(72, 20), random(72)),
+        (mlp.launch_down_backward, mlp._refer_down_backward, random(37, 20), random(20, 72), random(37, 72)),
+    ):
+        more = (TILE,) if launch.__module__.endswith("mlp") else ()
+        wide = [x.double() if isinstance(x, torch.Tensor) else x for x in args]
+        yield (*FEW, launch, *args, *more), refer(*wide)
+
+
+def test_interpreted_kernels_equal_float64(tmp_path):
+    calls, wanted = zip(*kernel_cases(), strict=True)
+    found = interpret([(with_constant, call, {}) for call in calls], tmp_path)
+    for got, want, call in zip(found, wanted, calls, strict=True):
+        for mine, exact in zip(got, want, strict=True):
+            torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=1e-5, msg=lambda m, x=call[3]: f"{x}: {m}")
+
+
+def test_variants_take_the_steps_of_the_base(tmp_path):
+    """Losses, gradients and keys within the stated tolerances; what needs a GPU is not run, and says so."""
+    path = tmp_path / "variants.json"
+    assert step.main(["--smoke", "--variants", "--json", str(path)]) == 0
+    *rows, together = json.loads(path.read_text())["rows"]
+    assert [row["name"] for row in rows] == list(BY_NAME)
+    for row in (*rows, together):
+        missing = row["name"] in ("autotune", "cublaslt")
+        assert ("not_run" in row) == missing and row.get("within") == (None if missing else True), row
+    places = [BY_NAME[name].place or name for name in together["applied"]]
+    assert len(places) == len(set(places)) == len({variant.place or variant.name for variant in VARIANTS}) - 2
+    texts = [row["result"] for row in json.loads(path.read_text())["findings"]]
+    assert sum(text.startswith("not run: needs an NVIDIA GPU") for text in texts) == 2
+
+
+def test_compiled_as_one_graph():
+    """On a GPU all is compiled, fullgraph; a second step compiles nothing. Of two for one place, a block each."""
+    updated = []
+    for in_graph in (False, True):
+        torch.manual_seed(0)
+        training = (synthetic := Synthetic(dataclasses.replace(CONFIG, depth=2), CPU, mode="eager")).training
+        last = training.query.encoder.blocks[1:]
+        if in_graph:
+            how = {"backend": "aot_eager", "fullgraph": True, "dynamic": False}
+            training.query, training.key = (torch.compile(x, **how) for x in (training.query, training.key))
+        apply(compatible(["fused-mlp", *(v.name for v in VARIANTS if not v.missing(training))]), training)
+        blocks.sum_in_gelu(SimpleNamespace(blocks=last))
+        synthetic.batch()
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            synthetic.batch()
+        updated.append(training.flat.values)
+    torch.testing.assert_close(*updated, rtol=1e-5, atol=1e-6)
+
+
+def test_fp8_numbers():
+    """A half of the last place of three bits off, at most; cut off where they grew by more than the margin."""
+    x = torch.randn(4096, generator=torch.Generator().manual_seed(0)) * 10 ** torch.linspace(-1, 1, 4096)
+    small, scale = blocks.quantised(x, x.abs().max())
+    normal = x.abs() > scale * 2**-6
+    assert normal.sum() > 4000 and ((small.float() * scale - x).abs()[normal] <= 2**-4 * x.abs()[normal]).all()
+    grown, scale = blocks.quantised(3 * x, x.abs().max())
+    torch.testing.assert_close(grown.float().abs().max() * scale, blocks.MARGIN * x.abs().max())
+
+
+def test_norm_on_an_h100():
+    """Four programs share a multiprocessor, 16 bytes a load. (``bench compile`` has a table of all kernels.)"""
+    row = {name: _nvidia(kernel) for name, kernel in islice(compiled.compile_for(90), 1)}["norm_backward"]
+    assert row["spilled_bytes"] == row["spill_instructions"] == 0 and row["registers"] <= 128, row
+    assert max(row["load_bits"]) == max(row["store_bits"]) == 128 and not row["matrix"], row
