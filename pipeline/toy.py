@@ -22,6 +22,8 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
+from rich.console import Console
+from rich.progress import track
 
 _VERSION = 1  # raise it when the drawing changes: datasets of another version are drawn anew
 _MANIFEST = "toy.json"
@@ -210,13 +212,9 @@ def draw(texture, silhouette, rng) -> Image.Image:
     return Image.fromarray((picture * 255).astype(np.uint8))
 
 
-def _write(folder: Path, seed: int, split: int, label: int, count: int) -> None:
-    """Write the ``count`` images of one class of one split; each is a function of (seed, split, class, number)."""
-    folder.mkdir(parents=True)
-    recipe = list(CLASSES.values())[label]
-    for number in range(count):
-        rng = np.random.default_rng([seed, split, label, number])
-        draw(*recipe, rng).save(folder / f"{number:04d}.jpg", optimize=True)
+def _write(path: Path, seed: int, split: int, label: int, number: int) -> None:
+    """Write one image, which is a function of (seed, split, class, number)."""
+    draw(*list(CLASSES.values())[label], np.random.default_rng([seed, split, label, number])).save(path, optimize=True)
 
 
 def make_toy(root: Path, *, train: int = 4000, test: int = 1000, seed: int = 0) -> tuple[Path, Path]:
@@ -229,15 +227,21 @@ def make_toy(root: Path, *, train: int = 4000, test: int = 1000, seed: int = 0) 
         raise ValueError(f"train={train}, test={test}: both must be positive multiples of {len(CLASSES)}, the classes")
 
     def write(folder: Path) -> None:
+        jobs = []
+        for split, (name, count) in enumerate((("train", train), ("test", test))):
+            for label, of in enumerate(CLASSES):
+                (folder / name / of).mkdir(parents=True)
+                images = range(count // len(CLASSES))
+                jobs += [(folder / name / of / f"{number:04d}.jpg", seed, split, label, number) for number in images]
+        console = Console(stderr=True)
+        how = {"total": len(jobs), "console": console, "disable": not console.is_terminal}
         # Threads suffice: numpy and the JPEG encoder hold no interpreter lock over arrays of this size.
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            jobs = [
-                pool.submit(_write, folder / split / name, seed, number, label, count // len(CLASSES))
-                for number, (split, count) in enumerate((("train", train), ("test", test)))
-                for label, name in enumerate(CLASSES)
-            ]
-            for job in jobs:
-                job.result()
+        pool = ThreadPoolExecutor(os.cpu_count())
+        try:
+            for _ in track(pool.map(lambda job: _write(*job), jobs), f"drawing {len(jobs):,} images", **how):
+                pass
+        finally:
+            pool.shutdown(cancel_futures=True)  # so that Ctrl-C ends it
 
     write_once(root, {"version": _VERSION, "train": train, "test": test, "seed": seed}, write)
     return root / "train", root / "test"

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -78,6 +79,19 @@ def test_a_killed_run_is_redone(toy, tmp_path):
     (left / "0007.jpg").write_bytes(b"half")
     make_toy(tmp_path / "data", train=20, test=10)
     assert _digests(tmp_path / "data") == _digests(toy)
+
+
+def test_an_interrupt_ends_the_drawing(tmp_path, monkeypatch):
+    drawn = []
+
+    def interrupted(*_):
+        drawn.append(time.sleep(0.01))  # as long as a picture takes
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(toy_module, "draw", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        make_toy(tmp_path / "data", train=1000, test=10)
+    assert len(drawn) < 500 and not (tmp_path / "data").exists()
 
 
 def test_callers_at_once_get_one_set(toy, tmp_path):
