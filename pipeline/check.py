@@ -21,7 +21,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from pipeline import known, trial
+from pipeline import known, memory, trial
 from pipeline.headers import printable
 from pipeline.index import Index
 
@@ -125,14 +125,7 @@ def check(index: Index, processes: int) -> Found:
 
 def _batches(index):
     """Lists of samples that are decoded together, in order."""
-    batch, pixels = [], 0
-    for i, size in enumerate(index.sizes.astype(np.int64).prod(1).tolist()):
-        if batch and (len(batch) == _FILES or pixels + size > _PIXELS):
-            yield batch
-            batch, pixels = [], 0
-        batch.append(i)
-        pixels += size
-    yield batch
+    return (list(range(part.start, part.stop)) for part in memory.parts(index.sizes, _PIXELS, _FILES))
 
 
 def describe(index: Index, found: Found) -> dict:

@@ -139,9 +139,9 @@ def names(files):
 def pipeline(source, views, *, image_size, batch_size, threads, device_id, files=True, gpu_form=None):
     """A DALI pipeline with one uint8 [B,H,W,3] output per view.
 
-    ``source()`` returns the next batch: the ``names`` of the files or, without ``files``, a list of the files
-    themselves (uint8 arrays), then the ``feeds`` of the views; it raises StopIteration at the end. ``gpu_form`` picks
-    the operators of colour and blur that a GPU takes (default: there).
+    ``source`` yields batches, or returns one when it is called until it raises StopIteration: the ``names`` of the
+    files or, without ``files``, a list of the files themselves (uint8 arrays), then the ``feeds`` of the views.
+    ``gpu_form`` picks the operators of colour and blur that a GPU takes (default: there).
     """
     from nvidia.dali import fn, pipeline_def
 

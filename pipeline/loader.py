@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline import graph, inflight, stream
+from pipeline import graph, inflight, memory, stream
 from pipeline.headers import printable
 from pipeline.held import Held
 from pipeline.index import Index
@@ -177,6 +177,10 @@ def evaluation_batches(
     decoded = _decoded(index, plan, numbers, (graph.View(),), settings, device, bad.update, record)
     for planned, (images,) in decoded:
         yield images, _to(planned.sample, device), _to(index.labels[planned.sample], device)
+    if device.type == "cuda":  # DALI keeps what it has had; training has the rest
+        from nvidia.dali import backend
+
+        backend.ReleaseUnusedMemory()
 
 
 @dataclasses.dataclass
@@ -191,7 +195,8 @@ def _decoded(index, plan, numbers, views, settings, device, found, record):
 
     A failed batch is taken apart: ``found`` gets {sample: reason} of the files that do not decode, and a new pipeline
     (4 ms on the CPU) goes on at that batch, which is planned again, as are those that were in flight behind it. OSError
-    where files cannot be read for too long. ``record``: None or a file for ``inflight.Record``.
+    where files cannot be read for too long. ``record``: None or a file for ``inflight.Record``. A batch of many pixels
+    goes through the graph in parts.
     """
     gpu = device.type == "cuda"
     device_id = (torch.cuda.current_device() if device.index is None else device.index) if gpu else None
@@ -200,8 +205,9 @@ def _decoded(index, plan, numbers, views, settings, device, found, record):
     held = Held(lambda: torch.cuda.current_stream(device).record_event()) if gpu else contextlib.nullcontext()
     with index.open() or contextlib.nullcontext() as shards, recorded, held:
         while True:
-            planned = collections.deque()  # what is in flight: (number, plan)
-            source = _source(index, shards, plan, numbers, planned, recorded.note if record else None)
+            planned, done = collections.deque(), []  # what is in flight: (number, plan, part); parts of a batch
+            note, most = recorded.note if record else None, memory.most_pixels(device)
+            source = _source(index, shards, plan, numbers, planned, note, most)
             pipeline = graph.pipeline(source, views, device_id=device_id, files=shards is None, **settings)
             while True:
                 try:
@@ -209,8 +215,8 @@ def _decoded(index, plan, numbers, views, settings, device, found, record):
                 except StopIteration:
                     return
                 except RuntimeError as error:
-                    number, failed = planned[0]
-                    bad = _probe(index, shards, failed.sample, device_id, outage)
+                    number, failed, part = planned[0]
+                    bad = _probe(index, shards, failed.sample[part], device_id, outage)
                     if not bad and retried:
                         if shards is None and "io.file.read" not in str(error):
                             said = f"batch {number} fails, but each of its images decodes alone: {error}"
@@ -219,14 +225,19 @@ def _decoded(index, plan, numbers, views, settings, device, found, record):
                     found(bad)
                     numbers, retried = range(number, numbers.stop), not bad
                     break
+                _, whole, part = planned.popleft()
+                done.append([torch.from_dlpack(output.as_tensor()) for output in outputs])
+                if part.stop < len(whole.sample):
+                    continue
                 retried = False
                 outage.over()
-                tensors = tuple(torch.from_dlpack(output.as_tensor()) for output in outputs)
+                tensors = tuple(v[0] if len(v) == 1 else torch.cat(v) for v in zip(*done, strict=True))
                 try:
-                    yield planned.popleft()[1], tensors
+                    yield whole, tensors
                 finally:
                     if gpu:
-                        held.until_read(tensors)
+                        held.until_read((done, tensors))
+                done = []
 
 
 class _Outage:
@@ -259,25 +270,18 @@ class _Outage:
         print(line, file=sys.stderr, flush=True)
 
 
-def _source(index, shards, plan, numbers, planned, note):
-    """The function that feeds the graph: each call plans a number, notes it in ``planned`` and skips empty plans.
-    ``note``, if any, is told its samples."""
-    remaining = iter(numbers)
-
-    def source():
-        for number in remaining:
-            current = plan(number)
-            sample = current.sample.tolist()
-            if sample:
-                planned.append((number, current))
-                if note:
-                    note(current.sample)
-                if shards:
-                    return shards.batch(sample), *current.feeds
-                return graph.names([index.file(s) for s in sample]), *current.feeds
-        raise StopIteration
-
-    return source
+def _source(index, shards, plan, numbers, planned, note, most):
+    """What feeds the graph: plans the numbers one after the other, skips empty plans, notes in ``planned`` what it
+    yields, of each plan parts of at most so many pixels. ``note``, if any, is told their samples."""
+    for number in numbers:
+        current = plan(number)
+        for part in memory.parts(index.sizes[current.sample], most, len(current.sample)):
+            planned.append((number, current, part))
+            if note:
+                note(current.sample[part])
+            sample = current.sample[part].tolist()
+            files = shards.batch(sample) if shards else graph.names([index.file(s) for s in sample])
+            yield files, *(array[part] for array in current.feeds)
 
 
 def _probe(index, shards, sample, device_id, outage):

@@ -3,7 +3,7 @@
 import contextlib
 from pathlib import Path
 
-from pipeline import Index, Loader, inflight, known, trial
+from pipeline import Index, Loader, inflight, known, memory, trial
 from pipeline.toy import make_toy
 
 from .ranks import Ranks
@@ -108,7 +108,8 @@ def _killers(config: ImagesConfig, ranks: Ranks, index: Index, batches: list[lis
 
 
 def open_loader(config: ImagesConfig, ranks: Ranks, index: Index, bad: dict[int, str], *, image_size: int) -> Loader:
-    """This rank's batches of what ``open_data`` has returned; ValueError for sizes that do not divide."""
+    """This rank's batches of what ``open_data`` has returned; ValueError for sizes that do not divide, or too little
+    memory."""
     if len(index) < config.batch_size and (fits := len(index) // ranks.count * ranks.count):
         rate = config.lr * fits / config.batch_size
         raise ValueError(
@@ -121,4 +122,8 @@ def open_loader(config: ImagesConfig, ranks: Ranks, index: Index, bad: dict[int,
         max_bad=config.max_bad, record=record(config, ranks, "train"),
     )  # fmt: skip
     loader.bad.update(bad)
+    how = {"batch": config.batch_size // ranks.count, "image_size": image_size, "device": ranks.device}
+    said = memory.plan(index, views=len(config.augmentation.views()), **how)
+    if said and ranks.first:
+        print(said, flush=True)
     return loader

@@ -13,7 +13,8 @@ import torch
 import torchvision.transforms.v2.functional as F
 from PIL import Image, ImageOps
 
-from pipeline import Augmentation, Index, Loader, evaluation_batches, graph, stream
+from pipeline import Augmentation, Index, Loader, evaluation_batches, graph, inflight, memory, stream
+from pipeline import loader as loader_module
 from pipeline.loader import bad_limit
 from pipeline.stream import replacement
 
@@ -111,6 +112,31 @@ def test_the_order_of_the_next_epoch_is_computed_while_this_one_runs(root, monke
     assert 8 <= len(given) <= 11 and computed == [(epoch, False) for epoch in range(1, 5)]
     computed.clear()
     assert len(list(loader(load.index).batches(9, 12))) == 3 and computed == [(2, False)]
+
+
+def test_a_batch_of_many_pixels_is_decoded_in_parts_and_is_the_same(root, monkeypatch):
+    """Also where files go bad in one of its parts; each part is on record by itself."""
+    index, sizes, notes = Index.scan(root), [], []
+    whole = list(loader(index).batches(0, 8))
+    broken = whole[0].sample[[0, 11]].tolist() + whole[2].sample[[3, 4]].tolist()
+    break_files(index, broken)
+    load = loader(index)
+    whole, how = list(load.batches(0, 8)), {"image_size": 24, "batch_size": 9, "device": CPU, "threads": 1}
+    seen = [tensor for images, *more in evaluation_batches(index, np.arange(N), **how) for tensor in (images, *more)]
+    monkeypatch.setattr(memory, "_MOST", 15_000)
+    monkeypatch.setattr(inflight.Record, "note", lambda _, sample: notes.append(sample))
+    monkeypatch.setattr(
+        loader_module, "_probe", lambda *a, probe=loader_module._probe: sizes.append(len(a[2])) or probe(*a)
+    )
+    cut = loader(index, record=root.with_name("record"))
+    assert all_same(whole, cut.batches(0, 8)) and cut.bad == load.bad
+    assert min(sizes) >= 1 and max(sizes) <= 6 and {len(note) for note in notes} <= {1, 2, 3, 4, 5, 6}
+    got = [tensor for images, *more in evaluation_batches(index, np.arange(N), **how) for tensor in (images, *more)]
+    assert same(seen, got)
+    monkeypatch.setattr(loader_module, "_probe", lambda *_: {})  # not even where a part before decodes, for ever
+    cut.bad = {s: "known" for s in broken if s != broken[1]}
+    with pytest.raises(RuntimeError, match="batch 0 fails, but each of its images decodes alone"):
+        next(cut.batches(0, 1))
 
 
 def test_boxes_and_flips_describe_the_views(root):
