@@ -171,5 +171,3 @@ def to_ranks(path, count):
 SYNTHETIC = {
     "write": keep, "open": begin, "order of an epoch": order, "changes": changes, "sent to a rank": to_ranks,
 }  # fmt: skip
-
-

@@ -21,7 +21,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from pipeline import known, memory, trial
+from pipeline import cache, known, memory, scan, trial
 from pipeline.headers import printable
 from pipeline.index import Index
 
@@ -37,6 +37,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser("pipeline.check", description=about, epilog=more, formatter_class=how)
     parser.add_argument("data", type=_path, help="a folder of images, a list of paths and labels, or tar shards")
     parser.add_argument("--output", type=_path, metavar="RUN", help="output folder of the run that is to know of it")
+    parser.add_argument("--index-cache", type=_path, metavar="FOLDER", help="as of train.py")
     parser.add_argument("--json", type=_path, metavar="FILE", help="write the report to a file, all of it")
     parser.add_argument("--processes", type=int, default=0, metavar="N", help="default: one for each core")
     options = parser.parse_args(arguments)
@@ -44,7 +45,9 @@ def main(arguments: list[str]) -> int:
     try:
         if options.processes < 0:
             raise ValueError(f"--processes {options.processes}: expected 1 or more")
-        index = Index.scan(options.data, cache=options.output and options.output / "index" / "train.npz")
+        folder = cache.place(options.index_cache, options.output / "index" if options.output else None)
+        with scan.shown(str(options.data)) as progress:
+            index = Index.scan(options.data, folder, progress=progress)
         found = check(index, processes)
         report = describe(index, found)
         if options.output:

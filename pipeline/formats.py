@@ -76,6 +76,9 @@ _DAMAGED = "damaged or truncated header"
 _WINDOW = 4096  # bytes read at once
 
 
+_SEGMENT = struct.Struct(">HH").unpack_from  # of a JPEG: marker and length
+
+
 class Bytes:
     """An open file, or a part of one, of which no more is read than is asked for."""
 
@@ -86,6 +89,14 @@ class Bytes:
 
     def at(self, offset, count):
         """``count`` bytes from ``offset`` on; ValueError where it ends before, OSError where it cannot be read."""
+        begin = self._hold(offset, count)
+        return self._held[begin : begin + count]
+
+    def on(self, offset, count):
+        """What is in memory from ``offset`` on, at least ``count`` bytes; otherwise likewise."""
+        return self._held[self._hold(offset, count) :]
+
+    def _hold(self, offset, count):
         begin = offset - self._at
         if begin < 0 or begin + count > len(self._held):
             size = min(max(count, _WINDOW), self.length - offset)
@@ -95,7 +106,7 @@ class Bytes:
             self._at, begin = offset, 0
             if len(self._held) < count:
                 raise ValueError(_DAMAGED)
-        return self._held[begin : begin + count]
+        return begin
 
 
 class Held:
@@ -109,6 +120,9 @@ class Held:
             raise ValueError(_DAMAGED)
         return self._data[offset : offset + count]
 
+    def on(self, offset, count):
+        return self.at(offset, max(count, self.length - offset))
+
 
 def parse(file):
     """(height, width, orientation) of the image in ``Bytes`` or ``Held``: the size before the rotation, the orientation
@@ -117,7 +131,7 @@ def parse(file):
         raise ValueError("empty file")
     start = file.at(0, min(12, file.length))
     for magic, read in _READERS:
-        if re.match(magic, start, re.DOTALL):
+        if magic.match(start):
             return read(file)
     for magic, name in _DECLINED:
         if re.match(magic, start, re.DOTALL):
@@ -169,8 +183,11 @@ def _orientation(block, fault=None):
 
 def _jpeg(file):
     at, frame, exif, adobe = 2, None, None, False
+    held, base = b"", 0
     while True:
-        marker, size = struct.unpack(">HH", file.at(at, 4))
+        if at + 4 > base + len(held):
+            held, base = file.on(at, 4), at
+        marker, size = _SEGMENT(held, at - base)
         kind = marker & 0xFF
         if marker == 0xFFFF:  # any number of these may come before a marker
             at += 1
@@ -409,12 +426,12 @@ def _pnm(file):
 
 
 _READERS = (
-    (rb"\xff\xd8", _jpeg),
-    (rb"\x89PNG\r\n\x1a\n", _png),
-    (rb"RIFF....WEBP", _webp),
-    (rb"II[*+]\0|MM\0[*+]", _tiff),
-    (rb"BM", _bmp),
-    (rb"P[456]\s", _pnm),
+    (re.compile(rb"\xff\xd8"), _jpeg),
+    (re.compile(rb"\x89PNG\r\n\x1a\n"), _png),
+    (re.compile(rb"RIFF....WEBP", re.DOTALL), _webp),
+    (re.compile(rb"II[*+]\0|MM\0[*+]"), _tiff),
+    (re.compile(rb"BM"), _bmp),
+    (re.compile(rb"P[456]\s"), _pnm),
 )
 _DECLINED = (
     (rb"GIF8", "GIF"),

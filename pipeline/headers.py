@@ -7,6 +7,7 @@ neighbour, which imports nothing.
 import json
 import os
 import re
+import signal
 import sys
 import tarfile
 
@@ -27,7 +28,8 @@ _MAX_LABEL = 1 << 20  # bytes of a .cls or .json
 
 def read_headers(root, paths):
     """For each image file [height, width] or why it is rejected; for each tar its rows, see ``_read_shard``."""
-    return [_read_file(os.path.join(root, path)) for path in paths]
+    root = os.path.join(root, "")
+    return [_read_file(path if path.startswith("/") else root + path) for path in paths]
 
 
 def _read_file(path):
@@ -188,4 +190,6 @@ def printable(path: str) -> str:
 
 
 if __name__ == "__main__":
-    json.dump(read_headers(sys.argv[1], json.load(sys.stdin)), sys.stdout)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the end of the input is the end
+    for line in sys.stdin:
+        print(json.dumps(read_headers(sys.argv[1], json.loads(line))), flush=True)

@@ -1,46 +1,58 @@
 """The index of a data set: every image's label and upright size, read once from the headers."""
 
-import concurrent.futures
 import dataclasses
 import functools
 import hashlib
-import json
 import os
-import subprocess
-import sys
-import zipfile
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
-from pipeline import headers, sources
+from pipeline import cache as caches
+from pipeline import sources
 from pipeline.headers import printable
-from pipeline.headers import read_headers as _read_headers
+from pipeline.paths import Paths, matched
+from pipeline.scan import read, read_headers, version
 
 __all__ = ["Index", "printable", "read_headers"]
 
-_PARALLEL = 50_000  # images from which a process pool pays for its start
-_VERSION = "index 3"
+_VERSION = "index 4"  # of the file
+_PIECE = 2**16  # images that are Python objects at a time, while an index is made
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Index:
-    """n images below ``root``: of a folder by path, of a list in its order, of shards by shard and key."""
+    """n images below ``root``: of a folder by path, of a list in its order, of shards by shard and key.
+
+    What there is of each image is in arrays, which are pages of the file that the index was read from, if it was: all
+    processes of a machine share them. Pickled, such an index is no more than the name of that file.
+    """
 
     root: Path
-    paths: list[str]  # relative to root, "/" between folders; shard!member in a shard; a list's own, also s3:// URIs
+    paths: Sequence[
+        str
+    ]  # becomes Paths: relative to root, "/" between folders; shard!member in a shard; a list's own, also s3:// URIs
     labels: np.ndarray  # int64 [n], position in classes; -1 = none
     sizes: np.ndarray  # int32 [n,2] height and width, pixels, after the EXIF rotation
     classes: tuple[str, ...]  # the sorted names of the class folders or labels; () where there are none
     rejected: dict[str, str]  # path -> why it is not in the index
     shards: tuple[str, ...] = ()  # the tar files, relative to root; () where every image is a file of its own
-    places: np.ndarray | None = None  # int64 [n,3] position in shards, offset, bytes; None likewise
+    places: np.ndarray | None = None  # integers [n,3] position in shards, offset, bytes; None likewise
+    stored: Path | None = None  # the file whose pages the arrays are
     reader: ClassVar[str] = "nvidia.dali"  # the package that decodes the images
+
+    def __post_init__(self):
+        if not isinstance(self.paths, Paths):
+            object.__setattr__(self, "paths", Paths.of(self.paths))
 
     def __len__(self):
         return len(self.paths)
+
+    def __reduce_ex__(self, protocol):
+        return (_opened, (self.stored, self.root)) if self.stored else super().__reduce_ex__(protocol)
 
     def file(self, i: int) -> str:
         """Absolute path of image i, or its URI; in a shard, where nothing can open it, no more than a name."""
@@ -58,12 +70,11 @@ class Index:
         """This index, with the samples ``bad``, {sample: reason}, among the rejected; those behind them move up."""
         if not bad:
             return self
-        kept = [i for i in range(len(self)) if i not in bad]
+        kept = np.delete(np.arange(len(self)), list(bad))
         rejected = self.rejected | {self.paths[i]: reason for i, reason in bad.items()}
         places = None if self.places is None else self.places[kept]
-        paths = [self.paths[i] for i in kept]
-        arrays = {"labels": self.labels[kept], "sizes": self.sizes[kept], "places": places}
-        return dataclasses.replace(self, paths=paths, rejected=rejected, **arrays)
+        arrays = {"labels": self.labels[kept], "sizes": self.sizes[kept], "places": places, "stored": None}
+        return dataclasses.replace(self, paths=self.paths.take(kept), rejected=rejected, **arrays)
 
     def unlabelled(self) -> dict[int, str]:
         """{sample: reason} of the images without a class."""
@@ -89,30 +100,69 @@ class Index:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Hexadecimal digest of paths, labels and sizes: whether two indices number the same images the same way."""
-        digest = hashlib.sha256(_joined(self.paths))
-        digest.update(self.labels.astype("<i8").tobytes())
-        digest.update(self.sizes.astype("<i4").tobytes())
+        digest = hashlib.sha256(self.paths.blob[:-1])
+        digest.update(self.labels.astype("<i8", copy=False).tobytes())
+        digest.update(self.sizes.astype("<i4", copy=False).tobytes())
         return digest.hexdigest()
 
     def keep(self, path: Path, *, anew: bool = True) -> None:
-        """Write the index to a file, for ``kept``; unless ``anew``, only where no index is that can be read."""
-        if anew or self.kept(path, self.root) is None:
-            _save(path, "", self)
+        """Leave the index in a file, for ``kept``; unless ``anew``, only where no index is that can be read."""
+        if not anew and self.kept(path, self.root) is not None:
+            return
+        if self.stored is None:
+            _save(path, self)
+        elif self.stored != Path(path).absolute():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part = path.with_name(f"{path.name}.{os.getpid()}.part")
+            try:
+                os.link(self.stored, part)
+            except OSError:  # another file system, or one without links
+                shutil.copyfile(self.stored, part)
+            os.replace(part, path)
 
     @staticmethod
     def kept(path: Path, root: Path) -> "Index | None":
-        """The index that ``keep`` wrote, with its images below ``root``; None if there is none."""
-        return _load(path, "", root)
+        """The index that ``keep`` left, with its images below ``root``; None if there is none."""
+        stored = caches.read(path)
+        try:
+            about, arrays = stored
+            if about.pop("version") != _VERSION:
+                return None
+            fingerprint, classes, shards = about["fingerprint"], tuple(about["classes"]), tuple(about["shards"])
+            paths = Paths(arrays["names"], arrays["starts"])
+            which = paths, arrays["labels"], arrays["sizes"], classes, about["rejected"], shards, arrays.get("places")
+            index = Index(Path(root), *which, Path(path).absolute())
+        except (KeyError, TypeError, ValueError):
+            return None
+        vars(index)["fingerprint"] = fingerprint
+        return index
 
-    def changes(self, now: "Index") -> dict[str, list[str]]:
+    def changes(self, now: "Index") -> dict[str, Sequence[str]]:
         """What is different in a later index: paths that are "gone", that are "new", and that are "changed" (class,
         size, or place in a shard)."""
-        mine, theirs = self._described(), now._described()
-        return {
-            "gone": [path for path in mine if path not in theirs],
-            "new": [path for path in theirs if path not in mine],
-            "changed": [path for path, what in mine.items() if path in theirs and theirs[path] != what],
-        }
+        gone, changed, new = self._compared(now)
+        return {"gone": self.paths.take(gone), "new": now.paths.take(new), "changed": self.paths.take(changed)}
+
+    def lost(self, now: "Index") -> list[int]:
+        """The samples that are gone or changed in a later index."""
+        gone, changed, _ = self._compared(now)
+        return np.sort(np.concatenate([gone, changed])).tolist()
+
+    def _compared(self, now):
+        """The samples that are gone and that are changed, and those of the later index that are new."""
+        there = matched(self.paths, now.paths)
+        mine = np.flatnonzero(there >= 0)
+        theirs, new = there[mine], np.ones(len(now), bool)
+        new[theirs] = False
+        position = {name: number for number, name in enumerate(self.classes)}
+        labels = np.array([*(position.get(name, -2) for name in now.classes), -1])  # label -1 is the last
+        differ = self.labels[mine] != labels[now.labels[theirs]]
+        differ |= (self.sizes[mine] != now.sizes[theirs]).any(1)
+        if self.shards and now.shards:
+            differ |= (self.places[mine, 1:] != now.places[theirs, 1:]).any(1)
+        elif self.shards or now.shards:
+            differ[:] = True
+        return np.flatnonzero(there < 0), mine[differ], np.flatnonzero(new)
 
     def differing(self, path: Path, images: int) -> str:
         """What to say where a run was begun with other data, so many images, than these: what is different to the index
@@ -128,14 +178,11 @@ class Index:
             way = "or --resume changed to go on without what is gone, changed or new"
         return f"other images ({what}); expected the same --data, another --output, {way}"
 
-    def _described(self):
-        names = [*self.classes, None]  # label -1 is the last
-        places = self.places[:, 1:].tolist() if self.shards else [None] * len(self)
-        rows = zip(self.paths, self.labels.tolist(), self.sizes.tolist(), places, strict=True)
-        return {path: (names[label], size, place) for path, label, size, place in rows}
-
     @classmethod
-    def scan(cls, root, cache: Path | None = None) -> "Index":
+    def scan(
+        cls, root, cache: Path | None = None, *, trust: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> "Index":  # fmt: skip
         """Index what ``root`` names:
 
         - a folder of class folders (nesting inside a class is allowed) or a flat folder of images. Images that lie
@@ -144,18 +191,30 @@ class Index:
         - a folder of tar shards, one .tar, or a pattern such as ``shard-{000..123}.tar``: see ``sources.Shards``;
         - a list (.txt .tsv .lst .list), one path and label a line: see ``sources.TextList``.
 
-        ``cache`` names a file that keeps the result until a name, size or time of change below root differs.
+        ``cache`` names a folder that keeps the result until a name, size or time of change below root differs (of a
+        list: its text too), which is looked at each time unless it is to be trusted; and what is known while the scan
+        goes on. ``progress`` is told how many files of all are read.
         Raises OSError if root cannot be listed, ValueError if it holds no usable image.
         """
+        known = caches.Cache(cache, str(root)) if cache else None
+        if trust and known and (last := known.last()) and (index := cls.kept(known.file(last[0]), Path(last[1]))):
+            return index
         source = sources.find(root)
-        signature = f"{_VERSION} {hashlib.sha256(json.dumps(source.state).encode()).hexdigest()}"
-        cache = Path(cache).expanduser() if cache else None
-        index = _load(cache, signature, source.root) if cache else None
-        if index is None:
-            index = _build(source)
-            if cache:
-                _save(cache, signature, index)
-        if not index.paths:
+        if known is None:
+            index = _build(source, None, progress)
+        else:
+            signature = _signature(source)
+            index = cls.kept(known.file(signature), source.root)
+            if index is None:
+                with known.scanning() as results:
+                    index = cls.kept(known.file(signature), source.root)  # another process may have scanned meanwhile
+                    if index is None:
+                        index = _build(source, results, progress)
+                        if len(index):
+                            index.keep(known.file(signature))
+                            index = cls.kept(known.file(signature), source.root) or index
+            known.note(signature, source.root)
+        if not len(index):
             listed = ""
             for path, reason in list(index.rejected.items())[:1]:
                 listed = f" ({len(index.rejected)} files rejected, first: {printable(path)}: {reason})"
@@ -164,73 +223,64 @@ class Index:
         return index
 
 
-def _build(source):
+def _opened(path, root):
+    index = Index.kept(path, root)
+    if index is None:
+        raise OSError(f"{path}, an index, cannot be read here, where another process could; expected the same files")
+    return index
+
+
+def _signature(source):
+    """What identifies the files of a source."""
+    digest = hashlib.sha256(_VERSION.encode())
+    for part in (version(), *source.state()):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _build(source, kept, progress):
     """The index of a source. Its classes include those of rejected images: damage must not renumber them."""
-    paths, names, sizes, places, rejected, classes = [], [], [], [], {}, set()
-    for path, name, result, place in source.rows(read_headers):
-        classes.add(name)
+
+    def headers(root, paths, stamps, images):
+        return read(root, paths, stamps, images, kept, progress)
+
+    number, rejected, parts, names = {None: -1}, {}, [], []
+    rows: list[Any] = []
+
+    def pack():
+        if rows:
+            labels, sizes, places = zip(*rows, strict=True)
+            packed = "\0".join([*names, ""]).encode("utf-8", "surrogateescape")
+            places = np.array(places if places[0] else [], np.int64).reshape(-1, 3)
+            parts.append((packed, np.array(labels, np.int64), np.array(sizes, np.int32), places))
+            rows.clear(), names.clear()
+
+    for path, name, result, place in source.rows(headers):
+        label = number.setdefault(name, len(number) - 1)
         if isinstance(result, list):
-            paths.append(path)
-            names.append(name)
-            sizes.append(result)
-            places.append(place)
+            names.append(path)
+            rows.append((label, result, place))
+            if len(rows) == _PIECE:
+                pack()
         else:
             rejected[path] = result
-    classes = tuple(sorted(classes - {None}, key=source.order))
-    number = {name: i for i, name in enumerate(classes)}
-    labels = np.array([number.get(name, -1) for name in names], np.int64)
+    pack()
+    classes = tuple(sorted(number.keys() - {None}, key=source.order))
+    position = {name: i for i, name in enumerate(classes)}
+    order = np.array([*(position[name] for name in number if name is not None), -1])  # label -1 is the last
     shards = tuple(getattr(source, "shards", ()))
-    places = np.array(places, np.int64).reshape(-1, 3) if shards else None
-    sizes = np.array(sizes, np.int32).reshape(-1, 2)
+    blobs, labels, sizes, places = zip(*parts, strict=True) if parts else ([], [], [], [])
+    labels = order[np.concatenate([*labels, np.zeros(0, np.int64)])]
+    sizes = np.concatenate([*sizes, np.zeros((0, 2), np.int32)])
+    places = np.concatenate([*places, np.zeros((0, 3), np.int64)]) if shards else None
+    if shards and places.max(initial=0) < 2**32:
+        places = places.astype(np.uint32)
+    paths = Paths.joined(b"".join(blobs))
     return Index(source.root, paths, labels, sizes, classes, dict(sorted(rejected.items())), shards, places)
 
 
-def _joined(paths):
-    return "\0".join(paths).encode("utf-8", "surrogateescape")
-
-
-def read_headers(root, paths, images):
-    """``headers.read_headers`` of files that hold about so many images, by several processes where that pays."""
-    workers = min(len(os.sched_getaffinity(0)), len(paths)) if images >= _PARALLEL else 1
-    if workers <= 1:
-        return _read_headers(root, paths)
-
-    # A file as a program: no fork (the caller may hold threads and a CUDA context), and, unlike multiprocessing, no
-    # second import of the caller's main module.
-    def run(part):
-        command = [sys.executable, headers.__file__, root]
-        done = subprocess.run(command, input=json.dumps(part).encode(), stdout=subprocess.PIPE, check=True)
-        return json.loads(done.stdout)
-
-    step = -(-len(paths) // workers)
-    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        parts = pool.map(run, [paths[i : i + step] for i in range(0, len(paths), step)])
-        return [result for part in parts for result in part]
-
-
-def _save(cache, signature, index):
-    """Write the cache, whole or not at all."""
-    cache.parent.mkdir(parents=True, exist_ok=True)
-    part = cache.with_name(f"{cache.name}.{os.getpid()}.part")
-    text = {name: getattr(index, name) for name in ("rejected", "classes", "shards")} | {"signature": signature}
-    arrays = {name: getattr(index, name) for name in ("labels", "sizes", "places") if getattr(index, name) is not None}
-    with open(part, "wb") as file:
-        blobs = (np.frombuffer(b, np.uint8) for b in (_joined(index.paths), json.dumps(text).encode()))
-        np.savez(file, paths=next(blobs), text=next(blobs), **arrays)
-    os.replace(part, cache)
-
-
-def _load(cache, signature, root):
-    """What ``_save`` wrote under this signature, or None."""
-    try:
-        with np.load(cache, allow_pickle=False) as stored:
-            text = json.loads(stored["text"].tobytes())
-            if text["signature"] != signature:
-                return None
-            paths = stored["paths"].tobytes().decode("utf-8", "surrogateescape")
-            paths = paths.split("\0") if paths else []
-            classes, shards = tuple(text["classes"]), tuple(text["shards"])
-            places = stored["places"] if shards else None
-            return Index(root, paths, stored["labels"], stored["sizes"], classes, text["rejected"], shards, places)
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
-        return None  # absent, damaged or not ours: scan again
+def _save(path, index):
+    about = {name: getattr(index, name) for name in ("rejected", "classes", "shards", "fingerprint")}
+    arrays = {"names": index.paths.blob, "starts": index.paths.starts, "labels": index.labels, "sizes": index.sizes}
+    caches.write(path, about | {"version": _VERSION}, arrays | ({"places": index.places} if index.shards else {}))

@@ -17,7 +17,7 @@ FILE = "bad.jsonl"
 def read(path: Path, index: Index) -> dict[int, str]:
     """{sample: reason} of the images of an index that are on the list, and are what they were."""
     lines = {path: (reason, state) for path, reason, state in _lines(path)}
-    found = [(i, path) for i, path in enumerate(index.paths) if path in lines] if lines else []
+    found = index.paths.positions(lines).items()
     return {i: lines[path][0] for i, path in found if lines[path][1] == _state(index, i)}
 
 

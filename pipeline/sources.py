@@ -1,18 +1,18 @@
 """What an index is made from: a folder of images, a text list, or tar shards.
 
-A source has a ``root``, which its paths are relative to; a ``state`` (JSON) that differs whenever its images may; the
-order of its classes as a sort key; and ``rows(read)``, which yields for every image, good or bad, its path, the name
-of its class or None, [height, width] or the reason why it is left out, and its place or None. ``read(root, paths,
-images)`` is ``headers.read_headers``, spread over processes where so many images pay for it. Images that are no files
+A source has a ``root``, which its paths are relative to; a ``state()``, pieces of bytes that differ whenever its images
+may; the order of its classes as a sort key; and ``rows(read)``, which yields for every image, good or bad, its path,
+the name of its class or None, [height, width] or the reason why it is left out, and its place or None. ``read(root,
+paths, stamps, images)`` is ``scan.read``. Images that are no files
 of their own have a place: three integers, the first the number of the shard in ``shards``, for the reader that
 ``Index.open`` returns. Another container, say Parquet, is one more such class, its reader, and a line in ``find``.
 """
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import errno
 import functools
+import json
 import os
 import re
 import stat
@@ -21,9 +21,12 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.headers import UNPACK, checked, named_as_image, printable
+from pipeline.paths import Paths
+from pipeline.walk import walk
 
 _LISTS = (".txt", ".tsv", ".lst", ".list")
 _PACKED = re.compile(r".*\.(tar\.\w+|tgz|tbz2?|txz|tzst)", re.IGNORECASE | re.DOTALL)
+_PACKED_ENDS = b".tar", b".tgz\0", b".tbz", b".txz\0", b".tzst\0"  # of some name, where one may be a tar, packed or not
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _WANTED = "expected a folder of images, or of class folders with images, or tar shards, or a list"
 _OPEN = 256  # shards kept open; many systems allow a process 1,024 files
@@ -65,25 +68,24 @@ def natural(name):
 # ---- A folder
 
 
-@dataclasses.dataclass
 class Folder:
     """Images in class folders, or in a flat folder."""
 
-    root: Path
-    found: list  # of [path, bytes, mtime in ns], sorted
-    unreadable: dict[str, str]
     order = None  # as text
 
-    @property
+    def __init__(self, root, found):
+        self.root, self.found = root, found
+
     def state(self):
-        return [self.found, self.unreadable]
+        return self.found.names, self.found.stamps, json.dumps(self.found.unreadable).encode()
 
     def rows(self, read):
-        paths = [path for path, *_ in self.found]
-        for path, result in zip(paths, read(self.root, paths, len(paths)), strict=True):
+        paths = Paths.joined(self.found.names)
+        results = read(self.root, paths, self.found.stamps, len(paths))
+        for path, result in zip(paths, results, strict=True):
             if isinstance(result, list) or named_as_image(path):  # nothing else claims to be an image
                 yield path, self._label(path), result, None
-        for path, reason in self.unreadable.items():
+        for path, reason in self.found.unreadable.items():
             yield path, self._label(path), reason, None
 
     def _label(self, path):
@@ -92,10 +94,13 @@ class Folder:
 
 def _folder(root):
     """A folder as images or, if that is what it holds, as shards."""
-    found, unreadable = _walk(root)
-    tars = [entry for entry in found if entry[0].lower().endswith(".tar")]
-    packed = [path for path, *_ in found if _PACKED.fullmatch(path)]
-    images = sum(named_as_image(path) for path, *_ in found) if tars or packed else 0
+    found = walk(str(root), named_as_image)
+    if not any(end in found.names.lower() for end in _PACKED_ENDS):
+        return Folder(root, found)
+    paths = list(Paths.joined(found.names))
+    tars = [i for i, path in enumerate(paths) if path.lower().endswith(".tar")]
+    packed = [path for path in paths if _PACKED.fullmatch(path)]
+    images = sum(map(named_as_image, paths))
     if tars and images:
         raise ValueError(
             f"{root} holds {len(tars)} tar files and {images} images outside of them; expected one or the other: "
@@ -103,40 +108,8 @@ def _folder(root):
         )
     if packed and not images:
         raise ValueError(f"{root} holds {len(packed)} compressed files, first: {printable(packed[0])}; {UNPACK}")
-    return Shards(root, tars, unreadable) if tars else Folder(root, found, unreadable)
-
-
-def _walk(root):
-    """All visible files below root, sorted [path, bytes, mtime in ns], and {path: reason} of what cannot be listed."""
-    found, unreadable = [], {}
-    pending = [("", frozenset())]
-    while pending:
-        folder, above = pending.pop()
-        try:
-            status = os.stat(root / folder)
-            here = status.st_dev, status.st_ino
-            if here in above:  # a link to a folder that contains it
-                continue
-            with os.scandir(root / folder) as entries:
-                entries = [entry for entry in entries if not entry.name.startswith(".")]
-        except OSError as error:
-            if not folder:
-                raise
-            unreadable[folder] = error.strerror
-            continue
-        for entry in entries:
-            path = folder + entry.name
-            try:
-                if entry.is_dir():
-                    pending.append((path + "/", above | {here}))
-                elif entry.is_file():
-                    status = entry.stat()
-                    found.append([path, status.st_size, status.st_mtime_ns])
-                elif entry.is_symlink() and named_as_image(path):
-                    unreadable[path] = "broken link"
-            except OSError as error:
-                unreadable[path] = error.strerror
-    return sorted(found), unreadable
+    shards = [[paths[i], *found.stamps[i].tolist()] for i in tars]
+    return Shards(root, shards, found.unreadable) if tars else Folder(root, found)
 
 
 # ---- A text list
@@ -157,7 +130,7 @@ class TextList:
         self.root = path.parent.resolve()
         text = path.read_text("utf-8-sig", "surrogateescape")
         lines = enumerate(text.split("\n"), 1)
-        self.state = []  # of [path, label, bytes, mtime in ns] or, as read, [path, label, result, None]
+        self.lines = []  # of [path, label, bytes, mtime in ns] or, as read, [path, label, result, None]
         for number, line in lines:
             comment = line.lstrip().startswith("#")
             try:
@@ -167,7 +140,10 @@ class TextList:
                     continue
                 raise ValueError(f"{path} line {number}: {error}") from None
             if parsed and not (comment and parsed[3] is None):
-                self.state.append(parsed)
+                self.lines.append(parsed)
+
+    def state(self):
+        return (json.dumps(self.lines).encode(),)
 
     def _parse(self, line):
         if "\0" in line:
@@ -196,9 +172,10 @@ class TextList:
         return [path, label or None, *_stated(self.root, path)[1:]]
 
     def rows(self, read):
-        paths = [path for path, _, _, time in self.state if time is not None]
-        results = iter(read(self.root, paths, len(paths)))
-        for path, label, size, time in self.state:
+        files = [line for line in self.lines if line[3] is not None]
+        stamps = np.array([line[2:] for line in files], np.int64).reshape(-1, 2)
+        results = iter(read(self.root, [path for path, *_ in files], stamps, len(files)))
+        for path, label, size, time in self.lines:
             yield path, label, size if time is None else next(results), None
 
 
@@ -230,11 +207,14 @@ class Shards:
     def __init__(self, root, found, unreadable=None):
         self.root, self.found, self.unreadable = root, found, unreadable or {}
         self.shards = [path for path, *_ in found]
-        self.state = ["tar", found, self.unreadable]
+
+    def state(self):
+        return (json.dumps(["tar", self.found, self.unreadable]).encode(),)
 
     def rows(self, read):
-        images = sum(size for _, size, time in self.found if time) // 20_000  # as if small ones
-        for number, rows in enumerate(read(self.root, self.shards, images)):
+        stamps = np.array([(size, time) if time else (-1, -1) for _, size, time in self.found], np.int64)
+        images = int(stamps[:, 0].clip(0).sum()) // 20_000  # as if small ones
+        for number, rows in enumerate(read(self.root, self.shards, stamps, images)):
             for member, label, result, *place in rows:
                 name = self.shards[number] + (f"!{member}" if member else "")
                 yield name, label, result, (number, *place)

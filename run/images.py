@@ -4,6 +4,8 @@ import contextlib
 from pathlib import Path
 
 from pipeline import Index, Loader, inflight, known, memory, trial
+from pipeline import cache as caches
+from pipeline.scan import shown
 from pipeline.toy import make_toy
 
 from .ranks import Ranks
@@ -32,15 +34,12 @@ def open_data(
         for option, folder in (("--data", training), ("--eval-data", evaluation)):
             if folder is not None and folder.is_dir() and folder.resolve() == config.output.resolve():
                 raise ValueError(f"--output {config.output} is the folder of {option}; expected one of its own")
-        cache = config.output / "index"
-        index, bad = Index.scan(training, cache=cache / "train.npz"), {}
+        cache = caches.place(config.index_cache, config.output / "index")
+        index, bad = _scan(config, ranks, "train", training, cache), {}
         going_on = config.resume == "changed" and (config.output / "config.json").exists()
-        kept = Index.kept(cache / KEPT, index.root) if going_on else None
+        kept = Index.kept(config.output / "index" / KEPT, index.root) if going_on else None
         if kept is not None:
-            changes = kept.changes(index)
-            lost = set(changes["gone"] + changes["changed"])
-            bad = {i: CHANGED for i, path in enumerate(kept.paths) if path in lost}
-            index = kept
+            index, bad = kept, dict.fromkeys(kept.lost(index), CHANGED)
         bad |= _known(config, ranks, index)
         if labelled:
             if not index.classes:
@@ -52,7 +51,7 @@ def open_data(
         check_share(config, f"--data {training}", index, bad)
         if evaluation is None:
             return index, bad, None
-        tests = Index.scan(evaluation, cache=cache / "eval.npz")
+        tests = _scan(config, ranks, "eval", evaluation, cache)
         tests = tests.without(_known(config, ranks, tests))
         unknown = sorted(set(tests.classes) - set(index.classes))
         if unknown or not tests.classes:
@@ -67,6 +66,17 @@ def open_data(
         return index, bad, tests
 
     return ranks.on_first(scan)
+
+
+def _scan(config: ImagesConfig, ranks: Ranks, what: str, data: Path, cache: Path) -> Index:
+    """The index of ``data``, in a file that all ranks can read; how far the scan is is shown."""
+    with shown(str(data)) as progress:
+        index = Index.scan(data, cache=cache, trust=config.trust_index, progress=progress)
+    shared = config.output / "index" / f"{what}.index"
+    if ranks.count > ranks.local_count and cache != shared.parent:  # other nodes see the output folder
+        index.keep(shared)
+        index = Index.kept(shared, index.root) or index
+    return index
 
 
 def record(config: ImagesConfig, ranks: Ranks, reader: str) -> Path:

@@ -80,6 +80,12 @@ class ImagesConfig(RunConfig):
     generated dataset."""
     eval_data: Path | None = None
     """Labelled images with the same classes, to measure accuracy on."""
+    index_cache: Path | None = None
+    """Folder that keeps what scans found, for all runs on the same data. Default: $XDG_CACHE_HOME/aps, or
+    ~/.cache/aps."""
+    trust_index: bool = False
+    """Take what the last scan found, if there was one, without looking at the files: images that were added, removed
+    or changed since are not noticed."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of products and activations; weights, loss and optimizer are float32 always. auto: bfloat16 on a GPU and on
     processors with AMX, where it is twice as fast; float32 on others."""
@@ -94,7 +100,7 @@ class ImagesConfig(RunConfig):
     """Epochs of linear warm-up, before the cosine to zero."""
 
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (
-        *RunConfig.FREE_ON_RESUME, "data", "eval_data", "precision", "threads",
+        *RunConfig.FREE_ON_RESUME, "data", "eval_data", "index_cache", "trust_index", "precision", "threads",
     )  # fmt: skip
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ from . import checkpoint
 from .ranks import Ranks
 from .recipes import RunConfig
 
-KEPT = "run.npz"  # in the folder index: the data that the run was begun with
+KEPT = "run.index"  # in the folder index: the data that the run was begun with
 INFLIGHT = "inflight"  # the folder of records of what is being decoded
 CHANGED = "not the file that it was"
 OURS = (  # beside config.json

@@ -38,6 +38,12 @@ def coarse(picture: Image.Image) -> np.ndarray:
     return np.array([part.mean() for rows in np.array_split(grey, 8) for part in np.array_split(rows, 8, 1)])
 
 
+@pytest.fixture(scope="session", autouse=True)
+def index_cache(tmp_path_factory):
+    """Indices of tests are kept among the files of tests."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(scope="session")
 def photos(tmp_path_factory) -> Path:
     """A folder of 48 JPEGs in three class folders; to be left as it is."""

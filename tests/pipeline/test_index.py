@@ -1,15 +1,15 @@
 """The scan of an image folder: labels, sizes, rejections, cache."""
 
-import json
 import os
+import pickle
 import subprocess
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from pipeline import Index, headers
-from pipeline import index as index_module
+from pipeline import Index, headers, scan
+from pipeline.paths import Paths
 
 
 def save(path, size=(30, 20), **options):
@@ -111,56 +111,122 @@ def test_worker_processes_give_the_same_index(tmp_path, monkeypatch):
         save(tmp_path / f"class {i % 2}/é{i}.png", size=(i + 1, 5))
     fill(tmp_path / "class 0/bad.jpg", b"")
     (tmp_path / os.fsdecode(b"class 0/\xff.png")).write_bytes((tmp_path / "class 0/é0.png").read_bytes())
-    alone = Index.scan(tmp_path)
-    monkeypatch.setattr(index_module, "_PARALLEL", 1)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
-    monkeypatch.setattr(index_module, "_read_headers", None)  # not in this process
-    parts, started = [], subprocess.run
-    monkeypatch.setattr(
-        subprocess, "run", lambda *a, **k: parts.append(len(json.loads(k["input"]))) or started(*a, **k)
-    )
-    shared = Index.scan(tmp_path)
+    alone, done = Index.scan(tmp_path), []
+    monkeypatch.setattr(scan, "_PARALLEL", 1)
+    monkeypatch.setattr(scan, "_PIECE", 3)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(headers, "read_headers", None)  # not in this process
+    shared = Index.scan(tmp_path, progress=lambda *files: done.append(files))
     assert len(shared) == 8 and shared.fingerprint == alone.fingerprint and shared.rejected == alone.rejected
-    assert sorted(parts) == [3, 3, 3]
+    assert done == [(3, 9), (6, 9), (9, 9)]
     monkeypatch.setattr(headers, "__file__", str(tmp_path / "gone.py"))
+    scan.version.cache_clear()
     with pytest.raises(subprocess.CalledProcessError):
         Index.scan(tmp_path)
 
 
-def test_the_cache_is_used_until_something_changes(tmp_path, monkeypatch):
-    root, cache = tmp_path / "data", tmp_path / "new/folder/index.npz"
+@pytest.fixture
+def reads(monkeypatch):
+    """The files whose headers are read, as they are."""
+    read, files = headers.read_headers, []
+    monkeypatch.setattr(headers, "read_headers", lambda root, paths: files.extend(paths) or read(root, paths))
+    return files
+
+
+def test_the_cache_is_used_until_something_changes(tmp_path, reads):
+    root, cache = tmp_path / "data", tmp_path / "new/folder"
     save(root / "a/1.png")
     (root / os.fsdecode(b"a/\xff.png")).write_bytes((root / "a/1.png").read_bytes())
     fill(root / "a/bad.jpg", b"")
-    scans = []
-    read = index_module._read_headers
-    monkeypatch.setattr(index_module, "_read_headers", lambda *args: scans.append(1) or read(*args))
 
-    def scan():
-        before = len(scans)
+    def scanned():
+        reads.clear()
         index = Index.scan(root, cache)
-        return index, len(scans) > before
+        return index if reads else None
 
-    index, scanned = scan()
-    again, rescanned = scan()
-    assert scanned and not rescanned
+    index, again = scanned(), Index.scan(root, cache)
+    assert index and not scanned() and again.stored == index.stored
     assert again.fingerprint == index.fingerprint and again.paths == index.paths and again.rejected == index.rejected
 
     save(root / "a/2.png")
-    assert scan()[1] and not scan()[1], "a new file"
+    assert scanned() and not scanned(), "a new file"
+    assert len(Index.scan(root, cache)) == 3
     os.utime(root / "a/2.png", ns=(1, 1))
-    assert scan()[1] and not scan()[1], "a new time"
+    assert scanned() and not scanned(), "a new time"
     (root / "a/2.png").unlink()
-    assert scan()[1] and not scan()[1], "a file less"
-    for content in (b"", b"garbage", cache.read_bytes()[:-40]):
-        cache.write_bytes(content)
-        assert scan()[1] and not scan()[1], "a damaged cache"
-    np.savez(cache, paths=np.zeros(3), other=np.zeros(3))
-    assert scan()[1], "a foreign cache"
+    assert not scanned() and len(Index.scan(root, cache)) == 2, "what it was before"
+    whole = again.stored.read_bytes()
+    for content in (b"", b"garbage", whole[:-40], whole[:40], whole + b"1", whole.replace(b"index 4", b"index 5")):
+        again.stored.unlink()  # a file that is mapped is not written to
+        again.stored.write_bytes(content)
+        assert scanned() and not scanned(), "a damaged cache"
     root = root.rename(tmp_path / "moved")
-    index, scanned = scan()
-    assert not scanned and os.path.samefile(index.root, root), "paths are relative: a data set that moves is the same"
-    assert [p.name for p in cache.parent.iterdir()] == ["index.npz"], "nothing temporary is left"
+    assert not scanned() and os.path.samefile(Index.scan(root, cache).root, root), "paths are relative"
+    assert {path.suffix for path in cache.iterdir()} == {".index", ".json"}, "nothing temporary is left"
+
+    save(root / "a/3.png")
+    reads.clear()
+    trusted = Index.scan(root, cache, trust=True)
+    assert len(trusted) == 2 and trusted.root == root.resolve() and not reads
+    assert len(Index.scan(root, tmp_path / "none yet", trust=True)) == 3 and reads
+
+
+def test_an_interrupted_scan_goes_on(tmp_path, reads, monkeypatch):
+    root, cache = tmp_path / "data", tmp_path / "cache"
+    for i in range(8):
+        save(root / f"{i}.png", size=(i + 1, 5))
+    monkeypatch.setattr(scan, "_PIECE", 2)
+
+    def stop(done, files):
+        if done == 6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Index.scan(root, cache, progress=stop)
+    (part,) = cache.glob("*.part")
+    part.write_bytes(part.read_bytes()[:-5])  # it was killed while it wrote
+    os.utime(root / "1.png")
+    reads.clear()
+    index = Index.scan(root, cache)
+    assert sorted(reads) == ["0.png", "1.png", "4.png", "5.png", "6.png", "7.png"]
+    assert index.fingerprint == Index.scan(root).fingerprint and not part.exists()
+
+
+def test_an_index_goes_to_other_processes_as_the_name_of_its_file(tmp_path):
+    for i in range(3):
+        save(tmp_path / f"data/{i}.png", size=(i + 1, 5))
+    stored = Index.scan(tmp_path / "data", tmp_path / "cache")
+    alone = stored.without({1: "why"})
+    for index in (stored, alone):
+        sent = pickle.dumps(index)
+        again = pickle.loads(sent)
+        assert (
+            again.paths == index.paths
+            and again.rejected == index.rejected
+            and len(sent) < 1000 + 200 * (not index.stored)
+        )
+        assert again.fingerprint == index.fingerprint and (again.sizes == index.sizes).all()
+    assert list(alone.paths) == ["0.png", "2.png"] and alone.sizes.tolist() == [[5, 1], [5, 3]]
+    sent = pickle.dumps(stored)
+    assert b"2.png" not in sent
+    stored.stored.unlink()
+    with pytest.raises(OSError, match="cannot be read here"):
+        pickle.loads(sent)
+
+
+def test_names_in_one_piece_are_a_sequence():
+    names = ["a/ö", "", os.fsdecode(b"\xff"), "a/ö", "é猫"] * 1000
+    paths = Paths.of(names)
+    assert paths == names and list(paths) == names and paths != names[:-1] and len(paths) == 5000
+    assert paths[-1] == names[-1] and paths[4000:4200] == names[4000:4200] and paths[7:1:-2] == names[7:1:-2]
+    assert paths.take(np.array([3, 0, 1])) == ["a/ö", "a/ö", ""] and paths.positions({"é猫"}) == dict.fromkeys(
+        range(4, 5000, 5), "é猫"
+    )
+    assert Paths.of([]) == [] and Paths.of([]).positions({"a"}) == {}
+    with pytest.raises(IndexError):
+        paths[5000]
+    with pytest.raises(ValueError, match="NUL"):
+        Paths.of(["a\0b"])
 
 
 def test_the_fingerprint_tells_data_sets_apart(tmp_path):
@@ -188,6 +254,8 @@ def test_changes_are_named_by_kind(tmp_path):
     after = [("0", "a", (2, 3)), ("1", "b", (2, 3)), ("2", "b", (2, 3)), ("3", None, (3, 2)), ("5", None, (2, 3))]
     one, other = an_index(before, ("b", "c")), an_index(after, ("a", "b"))
     assert one.changes(one) == {"gone": [], "new": [], "changed": []}
+    twice = an_index([("1", "b", (2, 3)), ("1", "c", (2, 3)), ("0", "c", (2, 3))], ("b", "c"))
+    assert twice.changes(twice) == {"gone": [], "new": [], "changed": []} and twice.changes(one)["gone"] == ["1", "0"]
     assert one.changes(other) == {"gone": ["4"], "new": ["0"], "changed": ["2", "3", "5"]}
     assert other.changes(one) == {"gone": ["0"], "new": ["4"], "changed": ["2", "3", "5"]}
 
@@ -241,8 +309,8 @@ def test_errors_are_one_clear_line(tmp_path):
 
 
 def test_names_on_the_screen_are_harmless():
-    assert index_module.printable("a b/\u00e9.jpg") == "a b/\u00e9.jpg"
-    assert index_module.printable("a\nb\x1b[2J\udcff") == r"a\nb\x1b[2J\udcff"
+    assert headers.printable("a b/\u00e9.jpg") == "a b/\u00e9.jpg"
+    assert headers.printable("a\nb\x1b[2J\udcff") == r"a\nb\x1b[2J\udcff"
 
 
 def test_what_an_evaluation_leaves_out_is_named(tmp_path):

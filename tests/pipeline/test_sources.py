@@ -13,8 +13,7 @@ import torch
 from conftest import photo
 from PIL import Image
 
-from pipeline import Augmentation, Index, Loader, evaluation_batches
-from pipeline import index as index_module
+from pipeline import Augmentation, Index, Loader, evaluation_batches, headers, scan
 from pipeline.stream import replacement
 
 
@@ -67,7 +66,7 @@ def test_a_list_names_images_and_labels(tmp_path):
         "#1.jpg 9", "your photo.jpg", "x y.png 9",
     ]  # fmt: skip
     (tmp_path / "data/train.txt").write_text("\ufeff" + "\n".join(lines))
-    index = Index.scan(tmp_path / "data/train.txt", tmp_path / "cache.npz")
+    index = Index.scan(tmp_path / "data/train.txt", tmp_path / "cache")
     assert index.classes == ("-1", "9", "10", "big", "big cat", "only bad")
     assert labelled(index) == {
         "b.jpg": "10", "sub/a.jpg": "9", "my photo.jpg": "big cat", "no suffix": None, str(elsewhere): "-1",
@@ -81,10 +80,10 @@ def test_a_list_names_images_and_labels(tmp_path):
         "é.jpg": "No such file or directory",
     }
     assert all(os.path.isfile(index.file(i)) for i in range(len(index)))
-    again = Index.scan(tmp_path / "data/train.txt", tmp_path / "cache.npz")
+    again = Index.scan(tmp_path / "data/train.txt", tmp_path / "cache")
     assert labelled(again) == labelled(index) and again.rejected == index.rejected and again.classes == index.classes
     (tmp_path / "data/gone.jpg").write_bytes(jpeg())
-    assert "gone.jpg" in Index.scan(tmp_path / "data/train.txt", tmp_path / "cache.npz").paths
+    assert "gone.jpg" in Index.scan(tmp_path / "data/train.txt", tmp_path / "cache").paths
 
 
 def test_a_sorted_list_of_a_folder_is_that_folder(photos, tmp_path):
@@ -222,10 +221,10 @@ def test_hostile_members_do_no_harm(tmp_path, monkeypatch):
         "s.tar!sparse.jpg": "sparse member",
         "s.tar!zero": "not named as an image",
     }
-    both = Index.scan(tmp_path / "data", tmp_path / "cache.npz")
+    both = Index.scan(tmp_path / "data", tmp_path / "cache")
     assert both.rejected["t.tar!nul\0.jpg"] == "NUL in the name" and both.paths[-1] == "t.tar!u.jpg"
-    assert Index.scan(tmp_path / "data", tmp_path / "cache.npz").paths == both.paths
-    assert sorted(p.name for p in tmp_path.rglob("*")) == ["cache.npz", "data", "s.tar", "t.tar"], "nothing is unpacked"
+    assert Index.scan(tmp_path / "data", tmp_path / "cache").paths == both.paths
+    assert sorted(p.name for p in tmp_path.rglob("*[a.r]")) == ["data", "s.tar", "t.tar"], "nothing is unpacked"
 
 
 def test_a_damaged_shard_gives_what_lies_before_the_damage(tmp_path):
@@ -279,9 +278,8 @@ def test_patterns_name_shards(tmp_path):
 
 
 def test_the_cache_of_shards_is_used_until_a_shard_changes(tmp_path, monkeypatch):
-    root, cache, scans = tmp_path / "data", tmp_path / "cache.npz", []
-    read = index_module._read_headers
-    monkeypatch.setattr(index_module, "_read_headers", lambda *args: scans.append(1) or read(*args))
+    root, cache, scans, read = tmp_path / "data", tmp_path / "cache", [], headers.read_headers
+    monkeypatch.setattr(headers, "read_headers", lambda *args: scans.append(1) or read(*args))
     write_tar(root / "a.tar", [("0.jpg", jpeg()), ("0.cls", b"dog"), ("1.jpg", b"bad"), ("\udcff.jpg", jpeg())])
     first, again = Index.scan(root, cache), Index.scan(root, cache)
     assert len(scans) == 1
@@ -294,7 +292,8 @@ def test_the_cache_of_shards_is_used_until_a_shard_changes(tmp_path, monkeypatch
     Index.scan(root, cache)
     write_tar(root / "b.tar", [("0.jpg", jpeg())])
     assert len(Index.scan(root, cache)) == 3 and len(scans) == 3
-    monkeypatch.setattr(index_module, "_PARALLEL", 0)
+    monkeypatch.setattr(scan, "_PARALLEL", 0)
+    monkeypatch.setattr(scan, "_PIECE", 0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     apart = Index.scan(root)
     assert len(scans) == 3 and apart.fingerprint == Index.scan(root, cache).fingerprint, "by worker processes"

@@ -95,8 +95,8 @@ def test_a_run_goes_on_with_the_numbers_that_its_images_had(folder):
     open_output(going_on, index, ALONE)
     (folder / "data" / "a" / "2.png").write_bytes(kept)
     assert [names[i] for i in open_data(going_on, ALONE)[1]] == ["b/3.png"]
-    (folder / "run" / "index" / "run.npz").unlink()
-    with pytest.raises(ValueError, match=r"needs run\.npz in its folder index"):
+    (folder / "run" / "index" / "run.index").unlink()
+    with pytest.raises(ValueError, match=r"needs run\.index in its folder index"):
         open_output(first, now, ALONE)
     elsewhere = dataclasses.replace(going_on, output=folder / "other")  # no run: nothing to go on with
     assert len(open_data(elsewhere, ALONE)[0]) == 7 and not open_data(elsewhere, ALONE)[1]

@@ -68,7 +68,7 @@ def test_the_same_run_goes_on_and_no_other(tmp_path):
     refused("holds a run of train.py", type("Other", (Config,), {"PROGRAM": "other.py"})(output=tmp_path, lr=0.25))
     other = Data(41)
     other.differing = lambda path, images: f"other data ({path.name}, {images} there); expected the same"
-    refused("holds a run on other data (run.npz, 40 there)", config, other)
+    refused("holds a run on other data (run.index, 40 there)", config, other)
     assert (tmp_path / "config.json").read_bytes() == before
     for content in ("{", "[]", '{"config": {}, "data": {"images": "many"}}', '{"config": {}}'):
         (tmp_path / "config.json").write_text(content)

@@ -1,0 +1,148 @@
+"""Indices on disk: a file of arrays that every process maps, and a folder of them that all runs on the same data share.
+
+The folder holds ``SIGNATURE.index``, never overwritten, because a run may have it mapped; of each root that was scanned
+``ROOT.json`` with the signature that it had last; and while one is scanned ``ROOT.part``, the results so far.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import struct
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_MAGIC = b"APS index 4\n"
+_ALIGNED = 64  # bytes
+_UNUSED = 30 * 86400  # seconds after which an index that no run has begun with is removed
+
+
+def write(path: Path, about: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+    """Write arrays, and what JSON can say of them, whole or not at all."""
+    layout = {name: [array.dtype.str, array.shape] for name, array in arrays.items()}
+    text = json.dumps(about | {"arrays": layout}).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    with open(part, "wb") as file:
+        file.write(_MAGIC + struct.pack("<Q", len(text)) + text)
+        for array in arrays.values():
+            file.write(bytes(-file.tell() % _ALIGNED))
+            file.write(np.ascontiguousarray(array).data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
+    """What ``write`` wrote, the arrays read-only pages of the file; None where it is absent, damaged or not ours."""
+    try:
+        with open(path, "rb") as file:
+            if file.read(len(_MAGIC)) != _MAGIC:
+                return None
+            (length,) = struct.unpack("<Q", file.read(8))
+            about = json.loads(file.read(length))
+            at, size = file.tell(), os.fstat(file.fileno()).st_size
+            pages = np.memmap(file, np.uint8, "r").view(np.ndarray)
+        arrays = {}
+        for name, (kind, shape) in about.pop("arrays").items():
+            at += -at % _ALIGNED
+            dtype, begin = np.dtype(kind), at
+            at += dtype.itemsize * int(np.prod(shape))
+            arrays[name] = pages[begin:at].view(dtype).reshape(shape)
+        return (about, arrays) if at == size else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
+        return None
+
+
+def place(asked: Path | None, otherwise: Path | None) -> Path | None:
+    """The folder for indices: the one asked for, or one of the user's; ``otherwise``, with a line on stderr, where that
+    cannot be written to."""
+    folder = asked or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "aps"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK | os.X_OK):
+            return folder
+        why = "not writable"
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home
+        why = getattr(error, "strerror", None) or str(error)
+    print(
+        f"--index-cache {folder}: {why}; what the scan finds is kept {f'in {otherwise}' if otherwise else 'nowhere'}",
+        file=sys.stderr,
+    )
+    return otherwise
+
+
+class Cache:
+    """What is known of one root in a folder of indices."""
+
+    def __init__(self, folder: Path, root: str):
+        self.folder = Path(folder).expanduser().absolute()
+        self._name = (
+            self.folder / hashlib.sha256(os.fsencode(os.path.abspath(os.path.expanduser(root)))).hexdigest()[:32]
+        )
+
+    def file(self, signature: str) -> Path:
+        """Of the index with this signature; to be used, so that it counts as one that is."""
+        path = self.folder / f"{signature[:32]}.index"
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        return path
+
+    def last(self) -> tuple[str, str] | None:
+        """The signature that the root had when it was scanned last, and the folder that its paths are relative to."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            said = json.loads(self._name.with_suffix(".json").read_text())
+            return said["signature"], said["root"]
+        return None
+
+    def note(self, signature: str, root: Path) -> None:
+        """Notes what ``last`` is to say, and removes what nothing has been done with for a month."""
+        if self.last() != (signature, str(root)):
+            part = self._name.with_suffix(f".{os.getpid()}.part")
+            part.write_text(json.dumps({"signature": signature, "root": str(root)}))
+            os.replace(part, self._name.with_suffix(".json"))
+        for path in self.folder.glob("*.index"):
+            with contextlib.suppress(OSError):
+                if path.stat().st_mtime < time.time() - _UNUSED:
+                    path.unlink()
+
+    @contextlib.contextmanager
+    def scanning(self) -> Iterator["Results"]:
+        """The results of a scan so far, while no other process scans the same root; removed at an orderly end."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self._name.with_suffix(".part")
+        with open(path, "a+b") as file:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield Results(file)
+            path.unlink(missing_ok=True)
+
+
+class Results:
+    """Results of pieces of a scan by key, in an open file."""
+
+    def __init__(self, file):
+        self._file, self._at, whole = file, {}, 0
+        file.seek(0)
+        for line in file:
+            if line.endswith(b"]\n"):
+                self._at[line[2:34]] = whole, len(line)
+            whole += len(line)
+        if whole and not line.endswith(b"\n"):
+            file.write(b"\n")  # torn
+
+    def get(self, key: str) -> list[Any] | None:
+        at = self._at.get(key.encode())
+        if at is None:
+            return None
+        return json.loads(os.pread(self._file.fileno(), at[1], at[0]))[1]
+
+    def put(self, key: str, results: list[Any]) -> None:
+        self._file.write(json.dumps([key, results]).encode() + b"\n")
+        self._file.flush()

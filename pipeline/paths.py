@@ -1,0 +1,132 @@
+"""Many file names in one piece of memory: no Python object for each, and a file's pages may be that memory."""
+
+from collections.abc import Collection, Iterable, Sequence
+
+import numpy as np
+
+_PIECE = 4096  # names that are Python objects at a time
+
+
+class Paths(Sequence[str]):
+    """n names, each followed by a NUL in ``blob``, uint8 [bytes]; name i begins at ``starts[i]``, unsigned [n+1].
+
+    In memory it is what it looks like: a sequence of str, also equal to a list of the same names.
+    """
+
+    def __init__(self, blob: np.ndarray, starts: np.ndarray):
+        self.blob, self.starts = blob, starts
+
+    @classmethod
+    def of(cls, names: Iterable[str]) -> "Paths":
+        """ValueError for a name with a NUL."""
+        names = [name.encode("utf-8", "surrogateescape") for name in names]
+        paths = cls.joined(b"".join(name + b"\0" for name in names))
+        if len(paths) != len(names):
+            raise ValueError("a NUL in a name")
+        return paths
+
+    @classmethod
+    def joined(cls, blob: bytes) -> "Paths":
+        """Names that a NUL follows each."""
+        blob = np.frombuffer(blob, np.uint8)
+        ends = np.flatnonzero(blob == 0)
+        starts = np.zeros(len(ends) + 1, np.uint32 if len(blob) < 2**32 else np.uint64)
+        starts[1:] = ends + 1
+        return cls(blob, starts)
+
+    def __len__(self):
+        return len(self.starts) - 1
+
+    def __getitem__(self, i):
+        if isinstance(i, slice):
+            first, last, step = i.indices(len(self))
+            if step == 1:
+                return self._text(first, max(first, last))
+            return [self[j] for j in range(first, last, step)]
+        i = range(len(self))[i]  # negative ones, and IndexError
+        begin, end = self.starts[i : i + 2].tolist()
+        return self.blob[begin : end - 1].tobytes().decode("utf-8", "surrogateescape")
+
+    def __iter__(self):
+        for first in range(0, len(self), _PIECE):
+            yield from self._text(first, min(first + _PIECE, len(self)))
+
+    def __eq__(self, other):
+        if isinstance(other, Paths):
+            return len(self) == len(other) and np.array_equal(self.blob, other.blob)
+        if not isinstance(other, (list, tuple)):
+            return NotImplemented
+        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+
+    __hash__ = None
+
+    def __repr__(self):
+        return f"Paths({self[:3]}{'...' if len(self) > 3 else ''}, {len(self):,} names)"
+
+    def __reduce__(self):
+        return Paths.joined, (self.blob.tobytes(),)
+
+    def _bytes(self, first, last):
+        """Names first, ..., last - 1."""
+        if first >= last:
+            return []
+        begin, end = self.starts[[first, last]].tolist()
+        return self.blob[begin : end - 1].tobytes().split(b"\0")
+
+    def _text(self, first, last):
+        if first >= last:
+            return []
+        begin, end = self.starts[[first, last]].tolist()
+        return self.blob[begin : end - 1].tobytes().decode("utf-8", "surrogateescape").split("\0")
+
+    def take(self, which: np.ndarray) -> "Paths":
+        """The names of these numbers, int64 [m], in their order."""
+        begin, end = (self.starts[which + i].astype(np.int64) for i in (0, 1))
+        starts = np.zeros(len(which) + 1, np.uint64)
+        np.cumsum(end - begin, out=starts[1:])
+        place = np.arange(int(starts[-1])) + np.repeat(begin - starts[:-1].astype(np.int64), end - begin)
+        return Paths(self.blob[place], starts)
+
+    def hashes(self) -> np.ndarray:
+        """int64 [n]: equal for equal names, within this process."""
+        found = np.empty(len(self), np.int64)
+        for first in range(0, len(self), _PIECE):
+            piece = self._bytes(first, min(first + _PIECE, len(self)))
+            found[first : first + len(piece)] = np.fromiter(map(hash, piece), np.int64, len(piece))
+        return found
+
+    def positions(self, wanted: Collection[str]) -> dict[int, str]:
+        """{number: name} of all that are wanted."""
+        asked = np.array([hash(name.encode("utf-8", "surrogateescape")) for name in wanted], np.int64)
+        found = np.flatnonzero(np.isin(self.hashes(), asked)).tolist() if len(asked) else []
+        named = {i: self[i] for i in found}
+        return {i: name for i, name in named.items() if name in wanted}
+
+
+def matched(mine: Paths, theirs: Paths) -> np.ndarray:
+    """int64 [n]: for each of my names the number of the same one among theirs, -1 for none; the k-th of equal names is
+    that of the k-th there."""
+    a, b = (paths.hashes() for paths in (mine, theirs))
+    if np.array_equal(a, b):
+        return np.arange(len(a))
+    (a, mine), (b, theirs) = map(_sorted, (a, b))
+    found = np.full(len(a), -1)
+    if len(b):
+        place = np.searchsorted(b, a).clip(max=len(b) - 1)  # of sorted ones: of others it is ten times as slow
+        found[mine] = np.where(b[place] == a, theirs[place], -1)
+    return found
+
+
+def _sorted(hashes):
+    """Sorted hashes, equal ones made different by which of them it is, and the numbers that they had."""
+    order = np.argsort(hashes)
+    ordered = hashes[order]
+    again = np.r_[False, ordered[1:] == ordered[:-1]]
+    if again.any():
+        order = np.argsort(hashes, kind="stable")
+        position = np.arange(len(ordered))
+        first = np.maximum.accumulate(np.where(again, 0, position))
+        ordered = ordered + (position - first) * 0x5851F42D4C957F2D
+        resorted = np.argsort(ordered)
+        return ordered[resorted], order[resorted]
+    return ordered, order

@@ -1,0 +1,124 @@
+"""Reading the headers of many files: in pieces, by several processes where that pays, each piece kept as it is done."""
+
+import concurrent.futures
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from pipeline import formats, headers
+from pipeline.cache import Results
+
+_PARALLEL = 50_000  # images from which a process pool pays for its start
+_PIECE = 4096  # images that are read, and kept, at a time
+_SAID = 30  # seconds between two lines on how far it is
+
+
+def read_headers(root: str, paths: Sequence[str], images: int) -> list[Any]:
+    """``headers.read_headers`` of files that hold about so many images, by several processes where that pays."""
+    return list(read(root, paths, None, images))
+
+
+def read(
+    root: str, paths: Sequence[str], stamps: np.ndarray | None, images: int, kept: Results | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Iterator[Any]:  # fmt: skip
+    """What ``read_headers`` returns, one by one. ``kept``: where results are that were there before, of paths with the
+    same ``stamps``, int64 [n,2], and where new ones go. ``progress`` is told how many files of all are done."""
+    size = max(1, _PIECE * len(paths) // max(1, images))
+    workers = min(len(os.sched_getaffinity(0)), -(-len(paths) // size)) if images >= _PARALLEL else 1
+
+    def results(first):
+        piece, key = paths[first : first + size], ""
+        if kept is not None:
+            key = _key(piece, stamps[first : first + size])
+            if (found := kept.get(key)) is not None:
+                return "", found
+        return key, work(root, piece)
+
+    firsts = range(0, len(paths), size)
+    with contextlib.ExitStack() as stack:
+        if workers > 1:
+            work, pool = stack.enter_context(_workers(workers)), concurrent.futures.ThreadPoolExecutor(workers)
+            stack.callback(pool.shutdown, cancel_futures=True)
+            parts = pool.map(results, firsts)
+        else:
+            work, parts = headers.read_headers, map(results, firsts)
+        for first, (key, found) in zip(firsts, parts, strict=True):
+            if key:
+                kept.put(key, found)
+            yield from found
+            if progress:
+                progress(min(first + size, len(paths)), len(paths))
+
+
+@contextlib.contextmanager
+def shown(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A ``progress`` of ``read`` on stderr: a bar on a terminal, elsewhere a line now and then."""
+    console, said = Console(stderr=True), time.monotonic()
+    columns = TextColumn(f"reading headers of {what}", markup=False), BarColumn(32), MofNCompleteColumn()
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None, visible=False)
+
+        def progress(done, total):
+            nonlocal said
+            bar.update(task, completed=done, total=total, visible=True)
+            if bar.disable and time.monotonic() > said + _SAID:
+                said = time.monotonic()
+                print(f"{what}: headers of {done:,} of {total:,} files are read", file=sys.stderr, flush=True)
+
+        yield progress
+
+
+@functools.cache
+def version() -> bytes:
+    """A digest of the code that reads headers: what it found is not what other code would find."""
+    code = (Path(module.__file__).read_bytes() for module in (formats, headers))
+    return hashlib.sha256(b"".join(code)).digest()
+
+
+def _key(piece, stamps):
+    digest = hashlib.blake2b(version() + "\0".join(piece).encode("utf-8", "surrogateescape"), digest_size=16)
+    digest.update(stamps.tobytes())
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def _workers(count):
+    """``headers.read_headers`` by so many processes, one for each thread that calls it."""
+    started, mine = [], threading.local()
+
+    # A file as a program: no fork (the caller may hold threads and a CUDA context), and, unlike multiprocessing, no
+    # second import of the caller's main module.
+    def work(root, piece):
+        if not hasattr(mine, "process"):
+            command = [sys.executable, headers.__file__, root]
+            mine.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            started.append(mine.process)
+        process = mine.process
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(json.dumps(piece).encode() + b"\n")
+            process.stdin.flush()
+        answer = process.stdout.readline()
+        if not answer:
+            raise subprocess.CalledProcessError(process.wait(), process.args)
+        return json.loads(answer)
+
+    try:
+        yield work
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
