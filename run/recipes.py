@@ -189,7 +189,7 @@ class Config(ImagesConfig):
     augmentation: Augmentation = field(default_factory=Augmentation)
 
     GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {
-        "data": ("recipe", "data", "eval_data", "max_bad"),
+        "data": ("recipe", "data", "eval_data", "index_cache", "trust_index", "max_bad"),
         "run": (
             "output", "epochs", "batch_size", "max_steps", "resume", "checkpoint_every", "keep_last", "keep_every",
             "log_every", "knn_every", "knn_images", "seed",

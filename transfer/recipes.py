@@ -80,7 +80,7 @@ class TuneConfig(ImagesConfig):
 
     PROGRAM: ClassVar[str] = "finetune.py"
     GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {
-        "data": ("recipe", "encoder", "data", "eval_data", "max_bad"),
+        "data": ("recipe", "encoder", "data", "eval_data", "index_cache", "trust_index", "max_bad"),
         "run": (
             "output", "epochs", "batch_size", "max_steps", "resume", "checkpoint_every", "keep_last", "keep_every",
             "log_every", "eval_every", "probe", "probe_images", "seed",
