@@ -15,7 +15,7 @@ def contrastive_loss(queries: Tensor, keys: Tensor, temperature: float) -> tuple
             mean_i( -log( exp s(q_a,i , k_b,i) / sum_j exp s(q_a,i , k_b,j) ) )
 
     No gradient reaches the keys. ``queries``, ``keys``: [2, B, E], B the images of this rank. Returns the loss of this
-    rank's queries (their mean over ranks is the loss of the global batch, which is what DDP differentiates) and the
+    rank's queries (their mean over ranks is the loss of the global batch, whose gradient is the mean of theirs) and the
     mean cosine similarity of the positive pairs, both float32 scalars. Computed in float32 whatever autocast says.
     """
     with torch.autocast(queries.device.type, enabled=False):

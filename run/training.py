@@ -4,12 +4,11 @@ import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from kernels import gather_patches, sample_views
@@ -99,8 +98,7 @@ class Training:
             self.key_flat = FlatParameters(shared)
         # What a step calls; the networks themselves are what is saved and exported.
         self.query, self.key = self.network, self.key_network
-        # So that autocast casts no weight. FSDP casts by itself, and DDP would add gradients of copies in bfloat16.
-        if self.half and not sharded and ranks == 1:
+        if self.half and not sharded:  # so that autocast casts no weight; FSDP casts by itself
             self.query = self.flat.working(self.network)
             self.key = self.key_network and self.key_flat.working(self.key_network)
         self.optimizer = Optimizer(
@@ -110,10 +108,7 @@ class Training:
         if compiled and not sharded:  # batch normalisation over the ranks included
             self.query = torch.compile(self.query, dynamic=False, fullgraph=True)
             self.key = self.key and torch.compile(self.key, dynamic=False, fullgraph=True)
-        if ranks > 1 and not sharded:
-            self.query = DistributedDataParallel(self.query, gradient_as_bucket_view=True, static_graph=True)
-            if config.compress_gradients:
-                self.query.register_comm_hook(None, bf16_compress_hook)
+        self.shares = 1 if sharded else ranks  # that the gradient is the sum of; FSDP adds up by itself
 
     def sample(self, batch: Batch, epoch: int) -> Tensor:
         """Patch numbers of both views for all groups of a batch: int32 [2,B,R,K]."""
@@ -141,8 +136,12 @@ class Training:
             with torch.no_grad():
                 keys = self.key(patches, chosen) if self.key is not None else projections
             loss, similarity = contrastive_loss(queries, keys, config.temperature)
-        loss.backward()
-        self.flat.collect()
+        (loss / self.shares).backward()
+        gradient = self.flat.collect()
+        if self.shares > 1:  # all parameters at once: after a compiled backward pass there is nothing to overlap with
+            sent = gradient.bfloat16() if config.compress_gradients else gradient
+            dist.all_reduce(sent)
+            gradient.copy_(sent)
         finite = self.optimizer.step()
         return [loss.detach(), similarity, spread], finite
 

@@ -1,9 +1,9 @@
-"""FSDP2 on two CPU ranks: what DDP computes, in a state that any number of ranks goes on from."""
+"""FSDP2 on two CPU ranks: what ranks with all parameters compute, in a state that any number of ranks goes on from."""
 
 from conftest import metrics, on_ranks, train
 
 
-def test_sharded_ranks_train_as_ddp_does_and_their_state_goes_anywhere(tmp_path):
+def test_sharded_ranks_train_as_others_do_and_their_state_goes_anywhere(tmp_path):
     on_ranks(
         2,
         """
@@ -27,16 +27,16 @@ def test_sharded_ranks_train_as_ddp_does_and_their_state_goes_anywhere(tmp_path)
                 if isinstance(a, torch.Tensor):
                     torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
-        ddp, sharded = training(), training(fsdp=True)
-        assert len(sharded.flat.values) < 0.6 * len(ddp.flat.values)
+        whole, sharded = training(), training(fsdp=True)
+        assert len(sharded.flat.values) < 0.6 * len(whole.flat.values)
         for name, tensor in sharded.network.encoder.blocks[1].named_parameters():
             assert tensor.to_local().numel() < tensor.numel() * 0.6, name
-        losses = steps(ddp, range(2)), steps(sharded, range(2))
+        losses = steps(whole, range(2)), steps(sharded, range(2))
         for one, other in zip(*losses, strict=True):
             assert abs(one - other) < 1e-4, (one, other)
         state = sharded.state_dict()
-        same(ddp.state_dict(), state)
-        same(dict(ddp.encoder().state_dict()), dict(sharded.encoder().state_dict()))
+        same(whole.state_dict(), state)
+        same(dict(whole.encoder().state_dict()), dict(sharded.encoder().state_dict()))
         assert (sharded.state_dict(keep=rank == 0)["optimizer"]["state"][0]["exp_avg"].numel() > 0) == (rank == 0)
 
         anew = training(fsdp=True)  # the state comes back exactly, and into a network that is not sharded
