@@ -6,9 +6,9 @@ For W ranks with b images each (``--gpus``, ``--images-per-gpu``), the time of a
   parameter through memory) does not depend on b and the rest is proportional to it. Launches are not modelled, so for
   few images a GPU this is too good;
 - gradients: a ring all-reduce of all trainable parameters, 2 (W - 1) / W times 4 bytes each (2 with
-  --compress-gradients), none of it hidden behind the backward pass, which is one compiled graph;
-- batch normalisation: ``LATENCY`` for each sum over the ranks (every layer of the heads, each view, forward and
-  backward; of the keys forward);
+  --compress-gradients), in one collective behind the backward pass, which is one compiled graph;
+- batch normalisation: ``LATENCY`` for each sum over the ranks (every layer of the heads, forward and backward; of
+  the keys forward);
 - keys: an all-gather of 2 b E float32; and the loss: ``LOSS_PASSES`` passes through the [2, b, W b] similarities.
 
 Links: ``WITHIN`` a node of 8 GPUs by NVLink, ``BETWEEN`` nodes by one 400 Gb/s adapter a GPU; both are data sheet
@@ -46,7 +46,7 @@ def predict(config: Config, parameters: int, *, step_seconds: float, gpus: int, 
     """Seconds of a step by part, and what follows; ``step_seconds``: of one GPU with ``MEASURED_BATCH`` images."""
     link, ring = WITHIN if gpus <= PER_NODE else BETWEEN, (gpus - 1) / gpus
     layers = config.projector_layers + config.predictor_layers
-    sums = 2 * (2 * layers + (config.projector_layers if config.ema is not None else 0)) * (gpus > 1)
+    sums = (2 * layers + (config.projector_layers if config.ema is not None else 0)) * (gpus > 1)
     update = UPDATE_BYTES * parameters / MEMORY
     parts = {
         "compute": update + (step_seconds - update) * images / MEASURED_BATCH,

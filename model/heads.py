@@ -29,7 +29,8 @@ def _sum_over_ranks(x: Tensor) -> Tensor:
 
 
 class BatchNorm(nn.Module):
-    """Batch normalisation of [B, D] over the batch of all ranks, on every device (torch's SyncBatchNorm refuses CPUs).
+    """Batch normalisation of [V, B, D], each view by itself, over the batch of all ranks, on every device (torch's
+    SyncBatchNorm refuses CPUs); the sums of all views go round at once.
 
     Without running statistics: the heads are thrown away after pretraining and never run outside of it.
     """
@@ -42,10 +43,11 @@ class BatchNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not dist.is_initialized() or dist.get_world_size() == 1:
-            return F.batch_norm(x, None, None, self.weight, self.bias, training=True, eps=self.eps)
+            rest = None, None, self.weight, self.bias, True, 0.0, self.eps
+            return torch.stack([F.batch_norm(view, *rest) for view in x])
         wide = x.float()
-        sums = _SumOverRanks.apply(torch.stack([wide.sum(0), wide.square().sum(0)]))
-        mean, square = sums / (len(x) * dist.get_world_size())  # every rank holds the same number of samples
+        sums = _SumOverRanks.apply(torch.stack([wide.sum(1, keepdim=True), wide.square().sum(1, keepdim=True)]))
+        mean, square = sums / (x.shape[1] * dist.get_world_size())  # every rank holds the same number of samples
         scale = torch.rsqrt((square - mean.square()).clamp_min(0) + self.eps)
         shift = -mean * scale
         if self.weight is not None:
@@ -54,7 +56,8 @@ class BatchNorm(nn.Module):
 
 
 def mlp(width: int, hidden: int, out: int, layers: int) -> nn.Sequential:
-    """Linear layers without bias, each followed by BN, ReLU in between, the last BN without affine parameters."""
+    """Linear layers without bias on [V, B, width], each followed by BN, ReLU in between, the last BN without affine
+    parameters."""
     widths = [width, *[hidden] * (layers - 1), out]
     modules: list[nn.Module] = []
     for number in range(layers):
@@ -86,15 +89,12 @@ class KeyNetwork(nn.Module):
     def forward(self, patches: Tensor, index: Tensor) -> Tensor:
         """Projections [2, B, E] of both views; ``patches`` [2, B, K, 3*P*P], ``index`` [2, B, K].
 
-        The views share one pass through the encoder; BN sees each view on its own.
+        The views share one pass through all layers; BN sees each view on its own.
         """
-        return self._project(self._features(patches, index))
+        return self.projector(self._features(patches, index))
 
     def _features(self, patches: Tensor, index: Tensor) -> Tensor:
-        return encode(self.encoder, patches.flatten(0, 1), index.flatten(0, 1))
-
-    def _project(self, features: Tensor) -> Tensor:
-        return torch.stack([self.projector(view) for view in features.chunk(2)])
+        return encode(self.encoder, patches.flatten(0, 1), index.flatten(0, 1)).unflatten(0, (2, -1))
 
 
 class QueryNetwork(KeyNetwork):
@@ -111,9 +111,8 @@ class QueryNetwork(KeyNetwork):
     def forward(self, patches: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and projections of both views, each [2, B, E], and the spread of the encoder's features (scalar)."""
         features = self._features(patches, index)
-        projections = self._project(features)
-        queries = torch.stack([self.predictor(view) for view in projections])
-        return queries, projections, spread(features.detach())
+        projections = self.projector(features)
+        return self.predictor(projections), projections, spread(features.detach().flatten(0, 1))
 
     def key_network(self) -> KeyNetwork:
         """A frozen copy of encoder and projector, for the momentum encoder."""

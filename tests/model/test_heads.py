@@ -19,7 +19,7 @@ def test_head_is_as_moco_v3_describes():
     assert all(part.bias is None for part in head if isinstance(part, torch.nn.Linear))
     assert head[1].weight is not None and head[-1].weight is None
     assert [tuple(part.weight.shape) for part in head[::3]] == [(20, 12), (20, 20), (6, 20)]
-    out = head(torch.randn(64, 12))
+    [out] = head(torch.randn(1, 64, 12))
     torch.testing.assert_close(out.mean(0), torch.zeros(6), atol=1e-5, rtol=0)
     torch.testing.assert_close(out.var(0, unbiased=False), torch.ones(6), atol=1e-3, rtol=0)
 
@@ -36,8 +36,9 @@ def test_batch_norm_sees_each_view_alone():
 
 
 def test_batch_norm_alone_is_torchs():
-    x = torch.randn(9, 4)
-    torch.testing.assert_close(BatchNorm(4)(x), F.batch_norm(x, None, None, training=True))
+    x = torch.randn(2, 9, 4)
+    expected = [F.batch_norm(view, None, None, training=True) for view in x]
+    torch.testing.assert_close(BatchNorm(4)(x), torch.stack(expected))
 
 
 def test_batch_norm_and_its_gradients_are_the_formula():
@@ -47,7 +48,7 @@ def test_batch_norm_and_its_gradients_are_the_formula():
     norm, upstream = BatchNorm(5), torch.randn(7, 5)
     torch.nn.init.normal_(norm.weight)
     torch.nn.init.normal_(norm.bias)
-    out = norm(x)
+    [out] = norm(x[None])
     out.backward(upstream)
     values, weight, bias, gradient = (t.detach().double() for t in (x, norm.weight, norm.bias, upstream))
     deviation = (values.square().mean(0) - values.mean(0).square() + 1e-5).sqrt()
@@ -104,32 +105,36 @@ def test_spread_is_the_standard_deviation_of_directions():
 
 
 def test_batch_norm_over_ranks_is_that_of_the_whole_batch(tmp_path):
-    """Outputs and all gradients of two ranks with half the batch each are those of one process with all of it."""
+    """Outputs and all gradients of two ranks with half the batch each are those of one process with all of it, of two
+    views with sums of one collective."""
     torch.manual_seed(0)
-    x = (torch.randn(10, 6) * torch.linspace(0.3, 3, 6) + 1).requires_grad_()
+    x = (torch.randn(2, 10, 6) * torch.linspace(0.3, 3, 12).view(2, 1, 6) + 1).requires_grad_()
     norm = BatchNorm(6)
     torch.nn.init.normal_(norm.weight)
-    weights = torch.randn(10, 6)
+    weights = torch.randn(2, 10, 6)
     out = norm(x)
     (out * weights).sum().backward()
     torch.save({"x": x.detach(), "norm": norm.state_dict(), "weights": weights}, tmp_path / "in.pt")
     on_ranks(
         2,
         """
+        from torch.distributed.tensor.debug import CommDebugMode
         from model.heads import BatchNorm
         given = torch.load(folder / "in.pt")
         half = slice(5 * rank, 5 * rank + 5)
-        x = given["x"][half].requires_grad_()
+        x = given["x"][:, half].requires_grad_()
         norm = BatchNorm(6)
         norm.load_state_dict(given["norm"])
-        out = norm(x)
-        (out * given["weights"][half]).sum().backward()
+        with CommDebugMode() as comm:
+            out = norm(x)
+        assert sum(comm.get_comm_counts().values()) == 1
+        (out * given["weights"][:, half]).sum().backward()
         torch.save([out.detach(), x.grad, norm.weight.grad, norm.bias.grad], folder / f"out{rank}.pt")
         """,
         tmp_path,
     )
     first, second = (torch.load(tmp_path / f"out{rank}.pt") for rank in range(2))
-    torch.testing.assert_close(torch.cat([first[0], second[0]]), out.detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(torch.cat([first[1], second[1]]), x.grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.cat([first[0], second[0]], 1), out.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.cat([first[1], second[1]], 1), x.grad, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(first[2] + second[2], norm.weight.grad, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(first[3] + second[3], norm.bias.grad, rtol=1e-4, atol=1e-5)
