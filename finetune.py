@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> None:
         f"recipe {config.recipe}: {description['model']} {described(description)}, {square(vit)} px, "
         f"{len(index.classes)} classes; {len(index):,} images of {config.data or 'the generated dataset'}, batch "
         f"{config.batch_size} on {ranks.count} x {ranks.device.type} in {'bfloat16' if tuning.half else 'float32'}, "
-        f"{ranks.threads(config.threads)} input threads each"
+        f"{ranks.threads(config.threads)} input threads each{loader.decoder}"
     )
     rates = {"images_per_second": config.batch_size}
     with running(config, ranks, loader, tuning, opened, about=about, rates=rates) as loop:

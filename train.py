@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> None:
         f"recipe {config.recipe}: {config.model}, {config.image_size} px, {keep} of {grid[0]} x {grid[1]} patches per "
         f"view, {config.groups} groups; {len(index):,} images of {config.data or 'the generated dataset'}, batch "
         f"{config.batch_size} on {ranks.count} x {ranks.device.type} in {'bfloat16' if training.half else 'float32'}, "
-        f"{ranks.threads(config.threads)} input threads each"
+        f"{ranks.threads(config.threads)} input threads each{loader.decoder}"
     )
     with running(config, ranks, loader, training, opened, about=about, rates=rates, groups=config.groups) as loop:
         for batch, groups in loop.batches():

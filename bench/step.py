@@ -142,19 +142,18 @@ def time_in_turns(modes: dict[str, Synthetic], config: Config, device: torch.dev
     return result
 
 
-def where_time_goes(run: Callable, device: torch.device) -> dict:
+def where_time_goes(run: Callable, device: torch.device, seconds: float) -> dict:
     """The ``TOP`` kernels (on a CPU: operations) of ``run`` by their own time, and the share of sampling and gathering.
 
-    On a GPU shares are of the kernels' total time; ``idle_share`` is the part of the wall clock without a kernel.
+    On a GPU shares are of the kernels' total time; ``idle_share`` is the part without a kernel of the ``seconds`` that
+    ``run`` takes where no profiler slows its launches down.
     """
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
     with profile(activities=activities) as profiler:
         wait(device)
-        start = time.perf_counter()
         run()
         wait(device)
-        elapsed = time.perf_counter() - start
     where = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
     events = [e for e in profiler.key_averages() if e.device_type == where and not (on_gpu and e.is_user_annotation)]
     own = {e.key: (e.self_device_time_total if on_gpu else e.self_cpu_time_total) for e in events}  # microseconds
@@ -166,7 +165,7 @@ def where_time_goes(run: Callable, device: torch.device) -> dict:
     top = sorted(own, key=own.get, reverse=True)[:TOP]
     return {
         "sampling_and_gathering_share": sum(own.get(name, 0) for name in ours) / total,
-        "idle_share": 1 - total / (elapsed * 1e6) if on_gpu else None,
+        "idle_share": 1 - total / (seconds * 1e6) if on_gpu else None,
         "top": [
             {"name": name[:100], "calls": calls[name], "us": round(own[name], 1), "share": own[name] / total}
             for name in top
@@ -257,7 +256,8 @@ def main(arguments: list[str]) -> int:
     result |= conclusions(result)
     environment.save(options, result)
     for mode, synthetic in modes.items():
-        result[mode]["profile"] = where_time_goes(synthetic.batch, device)
+        seconds = result[mode]["step_seconds"]["p50"] * config.groups
+        result[mode]["profile"] = where_time_goes(synthetic.batch, device, seconds)
         show_profile(mode, result[mode]["profile"])
     environment.save(options, result)
     show(result, modes)

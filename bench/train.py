@@ -7,7 +7,6 @@ waited; from its rate, taken to be proportional to threads, follows how many thr
 
 import json
 import math
-import os
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from bench import environment
 from bench.findings import finding, number, percent
 from bench.pipeline import drain, folder_of_images, options_of, skip
 from pipeline import Index, Loader
+from run.ranks import Ranks
 from run.recipes import RECIPES
 
 
@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
                 "ranks": ranks, "pairs_per_second": len(rates) / sum(1 / rate for rate in rates),
                 "data_wait": sum(waits) / len(waits),
             }  # fmt: skip
-            threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+            threads = Ranks(0, ranks, ranks, environment.device()).threads()
             loader = Loader(
                 index, config.augmentation, image_size=32 if options.smoke else config.image_size,
                 batch_size=batch // ranks, seed=0, device=environment.device(), threads=threads,

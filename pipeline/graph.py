@@ -18,11 +18,13 @@ import collections
 import concurrent.futures
 import dataclasses
 import errno
+import io
 import math
 import os
 import re
 
 import numpy as np
+from PIL import Image
 
 _LUMA = np.array([0.299, 0.587, 0.114])  # ITU-R BT.601, as Pillow and torchvision weigh grey
 # Why a file cannot be read although nothing may be wrong with it: what network file systems say of their servers, and
@@ -215,6 +217,19 @@ def decode(encoded, gpu):
     # All JPEGs to the decoding engines: an H100 decodes 15,150 images/s so, 8,650 with DALI's default of 0.65.
     device = {"device": "mixed", "hw_decoder_load": 1.0} if gpu else {"device": "cpu"}
     return fn.decoders.image(encoded, output_type=types.RGB, adjust_orientation=True, **device)
+
+
+def engines(device_id):
+    """Whether this GPU has engines of its own that decode JPEGs (baseline ones), by a trial with them alone."""
+    from nvidia import nvimgcodec
+
+    picture = io.BytesIO()
+    Image.new("RGB", (256, 256)).save(picture, "JPEG")
+    try:
+        alone = nvimgcodec.Decoder(device_id=device_id, backends=[nvimgcodec.Backend(nvimgcodec.HW_GPU_ONLY)])
+        return alone.decode(picture.getvalue()) is not None
+    except RuntimeError:
+        return False
 
 
 def probe(images, device_id):

@@ -101,6 +101,16 @@ class Loader:
         self._graph = {"image_size": image_size, "batch_size": self._per_rank, "threads": threads}
         self._orders = {}  # by epoch, the order or what will be it: a Future
 
+    @property
+    def decoder(self) -> str:
+        """What decodes, to be read behind the number of threads; nothing for a CPU."""
+        if self.device.type != "cuda":
+            return ""
+        there = graph.engines(_number(self.device))
+        return (
+            ", JPEGs decoded by the GPU's engines" if there else ", JPEGs decoded by the GPU's cores: it has no engine"
+        )
+
     def batches(self, first: int, last: int):
         """Yield Batch number first, ..., last - 1. Close the iterator (or drop it) to stop early."""
         plan = functools.partial(self._plan, last=(last - 1) // self.batches_per_epoch)
@@ -199,7 +209,7 @@ def _decoded(index, plan, numbers, views, settings, device, found, record):
     goes through the graph in parts.
     """
     gpu = device.type == "cuda"
-    device_id = (torch.cuda.current_device() if device.index is None else device.index) if gpu else None
+    device_id = _number(device) if gpu else None
     retried, outage = False, _Outage()
     recorded = inflight.Record(record, index.fingerprint) if record else contextlib.nullcontext()
     held = Held(lambda: torch.cuda.current_stream(device).record_event()) if gpu else contextlib.nullcontext()
@@ -238,6 +248,11 @@ def _decoded(index, plan, numbers, views, settings, device, found, record):
                     if gpu:
                         held.until_read((done, tensors))
                 done = []
+
+
+def _number(device):
+    """Which GPU it is."""
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 class _Outage:

@@ -188,7 +188,7 @@ def running(
             loop.write_rejected()
         loop.saver.wait()
         loop.say(summarise_rejected(loader.index, loader.bad, config.output))
-        stopped = loop.stopped or loop.stop.agreed(0)
+        stopped = loop.stopped or loop.stop.agreed()
     if stopped:
         ranks.leave()
         loop.say(f"stopped on request after step {loop.step}, which is saved; the same command goes on from there")

@@ -55,7 +55,7 @@ class Report:
         self.sums = torch.zeros(len(figures) + 1, device=ranks.device)  # the last: steps with a finite gradient
         self.skipped = torch.zeros(3, device=ranks.device)  # in all, in a row, most in a row since the last line
         self.count = 0
-        self.waited = 0.0  # seconds since the last line
+        self.waits = []  # since the last line: moments before and after each, see ``_now``
         self.since = time.perf_counter()
         if ranks.first:
             self._forget_after(start)
@@ -80,14 +80,32 @@ class Report:
             self.bar.stop()
 
     def waiting_for(self, batches: Iterator) -> Iterator:
-        """The batches as they come, the time that they are waited for on the record."""
+        """The batches as they come, the time that they are waited for on the record.
+
+        On a GPU the time that it has nothing to do, not that of this thread: as long as steps are queued, whoever waits
+        here costs nothing.
+        """
         while True:
-            start = time.perf_counter()
+            start = self._now()
             batch = next(batches, None)
-            self.waited += time.perf_counter() - start
+            self.waits.append((start, self._now()))
             if batch is None:
                 return
             yield batch
+
+    def _now(self):
+        """This moment: seconds, or on a GPU an event that it reaches when all that is queued by now is done."""
+        if self.ranks.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _waited(self) -> float:
+        """Seconds since the last line; the device has to have done all that was queued."""
+        if self.ranks.device.type != "cuda":
+            return sum(end - start for start, end in self.waits)
+        return sum(start.elapsed_time(end) for start, end in self.waits) / 1000
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -118,10 +136,10 @@ class Report:
         record = {"step": step, "epoch": round(step / self.steps_per_epoch, 4)}
         record |= dict(zip(self.figures, means, strict=False)) | {"learning_rate": learning_rate}
         record |= {name: float(f"{self.count * amount / seconds:.5g}") for name, amount in self.rates.items()}
-        record |= {"data_wait": round(self.waited / seconds, 4), "skipped": skipped}
+        record |= {"data_wait": round(self._waited() / seconds, 4), "skipped": skipped}
         self.sums.zero_()
         self.skipped[2] = 0
-        self.count, self.waited, self.since = 0, 0.0, now
+        self.count, self.waits, self.since = 0, [], now
         if self.ranks.first:
             self.record(record)
             self._show(record)

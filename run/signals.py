@@ -9,7 +9,7 @@ import torch.distributed as dist
 from .ranks import Ranks
 
 STOPPED = 75  # exit code of a run that was asked to stop and has saved (EX_TEMPFAIL of sysexits.h: try again later)
-GPU_EVERY = 10  # steps between two agreements of several GPUs, each of which waits for the device
+GPU_EVERY = 10  # steps between two agreements of several GPUs
 
 
 class StopRequest:
@@ -18,13 +18,14 @@ class StopRequest:
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
         self.asked = 0.0  # when, by the monotonic clock
+        self.before = None  # of several GPUs: the last agreement, on its way to the CPU, and the event of its arrival
 
     def __enter__(self) -> "StopRequest":
-        self.before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
+        self.handlers = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
 
     def __exit__(self, *_) -> None:
-        for number, handler in self.before.items():
+        for number, handler in self.handlers.items():
             signal.signal(number, handler)
 
     def _ask(self, number, frame) -> None:
@@ -34,13 +35,25 @@ class StopRequest:
             signal.raise_signal(number)
         self.asked = self.asked or time.monotonic()
 
-    def agreed(self, step: int) -> bool:
-        """The same answer on all ranks, which ask after every step."""
-        on_gpu = self.ranks.device.type == "cuda"
+    def agreed(self, step: int | None = None) -> bool:
+        """The same answer on all ranks, which ask after every step; for none, as it is now.
+
+        Several GPUs agree every ``GPU_EVERY`` steps, and look at what they agreed on the time before: by then it has
+        long been there, and nobody waits for the steps that are queued.
+        """
         if self.ranks.count == 1:
             return self.asked > 0
-        if on_gpu and step % GPU_EVERY:
+        on_gpu = self.ranks.device.type == "cuda"
+        if on_gpu and step is not None and step % GPU_EVERY:
             return False
-        asked = torch.tensor(float(self.asked > 0), device=self.ranks.device)
+        asked = torch.full((), float(self.asked > 0), device=self.ranks.device)
         dist.all_reduce(asked, dist.ReduceOp.MAX)
-        return bool(asked)
+        if not on_gpu or step is None:
+            return bool(asked)
+        before, self.before = self.before, (asked.to("cpu", non_blocking=True), torch.cuda.Event())
+        self.before[1].record()
+        if before is None:
+            return False
+        answer, there = before
+        there.synchronize()
+        return bool(answer)

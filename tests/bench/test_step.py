@@ -1,12 +1,15 @@
 """The plain form of the step does the same work; its FLOPs, bytes and roofline are those that formulas say."""
 
+import contextlib
 import dataclasses
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 
-from bench import roofline
+from bench import roofline, step
 from bench.step import Synthetic
 from run.recipes import RECIPES
 
@@ -64,6 +67,27 @@ def test_roofline_does_the_work_that_torch_counts():
         assert formula == counted - loss + 2 * config.batch_size * 2 * (synthetic.training.keep + 1) * 192
         logged = synthetic.training.flop_per_pair * config.batch_size  # attention is not computed again there
         assert logged == pytest.approx(formula, rel=0.01)
+
+
+def test_idle_is_what_kernels_leave_of_the_time_without_a_profiler(monkeypatch):
+    """Kernels of 3, 4 and 1 ms of the 10 ms that a batch takes; with the profiler it would have taken longer."""
+    cuda, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+    rows = (
+        ("_sample_kernel", 3e3, cuda),
+        ("product", 4e3, cuda),
+        ("_gather_kernel", 1e3, cuda),
+        ("aten::mm", 9e3, cpu),
+    )
+    events = [
+        SimpleNamespace(key=name, self_device_time_total=us, count=1, device_type=where, is_user_annotation=False)
+        for name, us, where in rows
+    ]
+    profiler = SimpleNamespace(key_averages=lambda: events)
+    monkeypatch.setattr(step, "profile", lambda activities: contextlib.nullcontext(profiler))
+    monkeypatch.setattr(step, "wait", lambda _: None)
+    found = step.where_time_goes(lambda: time.sleep(0.02), torch.device("cuda"), 0.01)
+    assert found["idle_share"] == pytest.approx(0.2) and found["sampling_and_gathering_share"] == pytest.approx(0.5)
+    assert [row["name"] for row in found["top"]] == ["product", "_sample_kernel", "_gather_kernel"]
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -312,6 +313,25 @@ def test_sizes_that_do_not_divide_are_refused(root):
     with pytest.raises(ValueError, match="batch size 0: expected a positive multiple of the 1 ranks"):
         loader(index, batch_size=0)
     assert loader(index, batch_size=1).batches_per_epoch == 50 and loader(index, batch_size=50).batches_per_epoch == 1
+
+
+def test_a_gpu_says_what_decodes(root, monkeypatch):
+    """Its engines, where they give a picture; a card without any refuses, or gives nothing."""
+    made = SimpleNamespace(Backend=lambda kind: kind, HW_GPU_ONLY="engines")
+    monkeypatch.setitem(sys.modules, "nvidia.nvimgcodec", made)
+    load, said = loader(Index.scan(root), device=torch.device("cuda", 3)), []
+    for decode in (lambda jpeg: jpeg[:2] == b"\xff\xd8" or None, lambda _: None, None):
+
+        def decoder(device_id, backends, decode=decode):
+            assert (device_id, backends) == (3, ["engines"])
+            if decode is None:
+                raise RuntimeError("Could not create decoder")
+            return SimpleNamespace(decode=decode)
+
+        made.Decoder = decoder
+        said.append(load.decoder)
+    assert ["the GPU's engines" in line for line in said] == [True, False, False]
+    assert loader(load.index).decoder == ""
 
 
 def test_importing_does_nothing():

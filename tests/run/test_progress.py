@@ -72,6 +72,39 @@ def test_a_line_holds_means_rates_and_waiting(tmp_path, clock, capsys):
     assert "waiting for data 33.3%  2 steps skipped  eta " in said[0] and len(said) == 3
 
 
+def test_a_gpu_waits_only_while_it_has_nothing_to_do(tmp_path, clock, monkeypatch):
+    """A device that runs 3 s a step, by its own clock. Batches that take the host 1 s are not waited for, though the
+    host is held up for each; one that takes 10 s is, from the end of what was queued."""
+    device = SimpleNamespace(free=100.0)  # when all that is queued will be done
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = device.free = max(device.free, clock[0])
+
+        def elapsed_time(self, end):
+            return (end.at - self.at) * 1000
+
+    one = report(tmp_path, rates={})
+    monkeypatch.setattr(progress.torch.cuda, "Event", Event)
+    one.ranks = SimpleNamespace(device=torch.device("cuda"), first=True, mean=CPU.mean)
+
+    def batches():
+        for number in range(1, 9):
+            clock[0] += 10 if number == 6 else 1
+            yield number
+
+    for number in one.waiting_for(batches()):
+        device.free = max(device.free, clock[0]) + 3  # a step is queued
+        if number % 4 == 0:
+            clock[0] = device.free  # a line looks at the sums, which waits for the device
+        step(one, number)
+    # 1 s before the first step, 4 x 3 s. Then 1 s again; in the 10 s until there is batch 6, 3 s are left to be done.
+    assert [line["data_wait"] for line in records(tmp_path)] == [round(1 / 13, 4), round((1 + 7) / (12 + 8), 4)]
+
+
 def test_five_steps_in_a_row_without_a_finite_gradient_are_too_many(tmp_path):
     """Said by the first line behind them, wherever they lie; and all of them are counted."""
     ended = set()

@@ -11,6 +11,8 @@ def test_ranks_share_machines_and_cards(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     assert [Ranks(0, 8, n, torch.device("cpu")).threads() for n in (1, 3, 16, 32)] == [16, 5, 1, 1]
     assert Ranks(0, 8, 3, torch.device("cpu")).threads(7) == 7 and Ranks(0, 1, 1, torch.device("cpu")).first
+    assert [Ranks(0, 8, n, torch.device("cuda")).threads() for n in (1, 2, 3, 4, 6, 16)] == [8, 6, 3, 2, 1, 1]
+    assert Ranks(0, 8, 3, torch.device("cuda")).threads(16) == 16
     assert not Ranks(1, 2, 1, torch.device("cpu")).first
     for cards, wanted, local, place in ((0, "auto", 1, "cpu"), (2, "cpu", 4, "cpu"), (2, "auto", 2, "cuda:1")):
         monkeypatch.setattr(torch.cuda, "device_count", lambda cards=cards: cards)

@@ -7,13 +7,33 @@ from run import signals
 from run.signals import GPU_EVERY, STOPPED, StopRequest
 
 
-def test_gpus_agree_to_stop_every_few_steps_only(monkeypatch):
-    stop = StopRequest(SimpleNamespace(device=torch.device("cuda"), count=2))
-    stop.asked, asked = 1.0, []
-    monkeypatch.setattr(signals.torch, "tensor", lambda value, device: torch.zeros(1) + value)
-    monkeypatch.setattr(signals.dist, "all_reduce", lambda *_: asked.append(True))
-    assert [step for step in range(31) if stop.agreed(step)] == [0, GPU_EVERY, 2 * GPU_EVERY, 3 * GPU_EVERY]
-    assert len(asked) == 4
+def test_gpus_agree_without_waiting_for_what_is_queued(monkeypatch):
+    """Of two ranks one is asked to stop after step 7: both say so after step 20, by what they agreed after step 10."""
+    queued, given = [], []
+
+    class Event:
+        def record(self):
+            self.behind = len(queued)
+
+        def synchronize(self):
+            assert self.behind < len(queued), "waits for what was queued just now"
+            for number in range(self.behind):
+                queued[number]()
+
+    def all_reduce(part, _):
+        number = len(given)
+        given.append(part.item())
+        queued.append(lambda: part.fill_(max(given[number // 2 * 2 :][:2])))
+
+    monkeypatch.setattr(signals.torch, "full", lambda shape, value, device: torch.zeros(shape) + value)
+    monkeypatch.setattr(signals.torch.cuda, "Event", Event)
+    monkeypatch.setattr(signals.dist, "all_reduce", all_reduce)
+    ranks = [StopRequest(SimpleNamespace(device=torch.device("cuda"), count=2)) for _ in range(2)]
+    for step in range(1, 4 * GPU_EVERY + 1):
+        ranks[1].asked = float(step > 7)
+        answers = {rank.agreed(step) for rank in ranks}
+        assert answers == {step in (2 * GPU_EVERY, 3 * GPU_EVERY, 4 * GPU_EVERY)}, step
+    assert len(given) == 2 * 4
 
 
 def test_a_second_request_ends_at_once_and_the_same_one_handed_on_does_not(monkeypatch):
