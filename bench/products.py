@@ -11,12 +11,15 @@ How:
   (tanh form, nothing kept for a backward pass).
 - of the layer behind GELU: ``then derivative``: the gradient of the input and the derivative of GELU, one after the
   other, from its input.
+- ``fused``: forward with GELU and its derivative, or gradient times derivative, in one Triton product, by its tile
+  (``bench/variants/mlp.py``).
 - ``fp8``: forward of e4m3 numbers with a scale a tensor each; making them is not in it.
 
 What cannot run on a device is a row without times that says why. Weights and inputs are random numbers.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import torch
@@ -27,6 +30,7 @@ from bench import environment
 from bench.findings import bar, finding, number, plot
 from bench.roofline import Sizes
 from bench.timing import matrix_product, measure
+from bench.variants import mlp
 from run.recipes import RECIPES
 
 MODELS = "imagenet-vit-s", "imagenet-vit-b"
@@ -77,6 +81,13 @@ def alternatives(name: str, x: Tensor, weight: Tensor, bias: Tensor) -> dict[tup
     if name == "fc2":
         before = torch.randn_like(x)
         calls["input", "then derivative"] = lambda: torch.ops.aten.gelu_backward(out @ weight, before)
+    for tile in mlp.TILES if name in ("fc1", "fc2") else ():
+        how = f"fused {tile.BM}x{tile.BN}, {tile.num_stages} stages"
+        if name == "fc1":
+            calls["forward", how] = mlp.missing(device) or functools.partial(mlp.launch_up, x, weight, bias, tile)
+        else:
+            fused = functools.partial(mlp.launch_down_backward, out, weight, before, tile)
+            calls["input", how] = mlp.missing(device) or fused
     calls["forward", "fp8"] = without_fp8(device) or _fp8(x, weight, bias)
     return calls
 
@@ -99,8 +110,8 @@ def rows_of(recipe: str, batch: int, device: torch.device, seconds: float) -> li
         for key, call in calls.items():
             try:
                 callable(call) and call()
-            except RuntimeError as error:
-                calls[key] = f"failed: {str(error).splitlines()[0]}"
+            except Exception as error:  # one that fails stops no other
+                calls[key] = f"failed: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
         times = measure({key: call for key, call in calls.items() if callable(call)}, device, seconds=seconds)
         for (what, how), call in calls.items():
             row = {"recipe": recipe, "layer": name, "shape": f"{rows} x {i} x {o}", "pass": what, "how": how}

@@ -192,24 +192,37 @@ def quantised(x: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
     return (x.float() / scale).clamp(-LARGEST, LARGEST).to(E4M3), scale
 
 
+@torch.library.custom_op("aps_bench::fp8_product", mutates_args=(), device_types="cpu")
+def fp8_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor) -> Tensor:
+    """a b^T + bias in the type of ``bias``: [M,N] from e4m3 a [M,K], b [N,K]. On a CPU in float32, to the same bits but
+    for the order of sums."""
+    with torch.autocast("cpu", enabled=False):
+        return ((a.float() @ b.float().t()) * (scale_a * scale_b) + bias).to(bias.dtype)
+
+
+@fp8_product.register_kernel("cuda")
+def _(a, b, scale_a, scale_b, bias):
+    how = {"scale_a": scale_a, "scale_b": scale_b, "bias": bias, "out_dtype": bias.dtype}
+    return torch._scaled_mm(a, b.t(), use_fast_accum=True, **how)
+
+
+@fp8_product.register_fake
+def _(a, b, scale_a, scale_b, bias):
+    return bias.new_empty(len(a), len(b))
+
+
 class Fp8Linear(nn.Linear):
     """A linear layer without gradient whose product is one of e4m3 numbers, with a scale for input and weight each.
 
     Scales are those of the time before, so that nothing waits for the largest number of this one; ``largest`` holds
-    both. ``kind``: the type of what comes out. On a CPU the product is one of the same numbers in float32.
+    both. ``kind``: the type of what comes out.
     """
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
         (a, scale_a), (b, scale_b) = quantised(rows, self.largest[0]), quantised(self.weight, self.largest[1])
         self.largest.copy_(torch.stack([rows.abs().amax(), self.weight.abs().amax()]))
-        bias = self.bias.to(self.kind)
-        if x.is_cuda:
-            how = {"scale_a": scale_a, "scale_b": scale_b, "bias": bias, "out_dtype": self.kind}
-            out = torch._scaled_mm(a, b.t(), use_fast_accum=True, **how)
-        else:
-            with torch.autocast("cpu", enabled=False):
-                out = ((a.float() @ b.float().t()) * (scale_a * scale_b) + bias).to(self.kind)
+        out = fp8_product(a, b, scale_a, scale_b, self.bias.to(self.kind))
         return out.unflatten(0, x.shape[:-1])
 
 

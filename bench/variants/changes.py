@@ -17,7 +17,7 @@ from timm.layers import Mlp
 from torch import Tensor, nn
 
 from bench.products import NO_GPU, preferring, without_fp8
-from bench.variants import blocks
+from bench.variants import blocks, mlp
 from run.training import Training
 
 
@@ -133,11 +133,8 @@ def on_gpu(training: Training) -> str:
     return "" if training.on_gpu else NO_GPU
 
 
-def with_bulk_copies(training: Training) -> str:
-    if not training.on_gpu:
-        return ""
-    capability = torch.cuda.get_device_capability(training.device)
-    return "" if (9, 0) <= capability < (12, 0) else f"needs compute capability 9 or 10, this card has {capability}"
+def with_fused_mlp(training: Training) -> str:
+    return mlp.missing(training.device) if training.on_gpu else ""
 
 
 def with_frozen_embedding(training: Training) -> str:
@@ -164,7 +161,7 @@ VARIANTS = (
     Variant("attention-backward", "columns summed in the backward of attention", (0.52, 1.05),
             sums(blocks.sum_in_attention), anywhere),
     Variant("fused-mlp", "GELU and its derivative inside of products (queries)", (2.6, 5.0), fused_mlp,
-            with_bulk_copies, place="MLP of queries"),
+            with_fused_mlp, place="MLP of queries"),
     Variant("key-gelu", "GELU in cuBLASLt's epilogue (keys, tanh form)", (1.2, 2.7), key_gelu, with_keys, 0.999,
             place="MLP of keys"),
     Variant("fp8-keys", "products in fp8 (keys)", (2.0, 4.0), fp8_keys, with_fp8, 0.9, place="MLP of keys"),
@@ -172,6 +169,7 @@ VARIANTS = (
     Variant("one-embedding", "frozen patch embedding once for both networks", (0.05, 0.1), one_embedding,
             with_frozen_embedding),
 )  # fmt: skip
+SLOW = {"autotune"}  # minutes of trials: measured last, and not among those together
 BY_NAME = {variant.name: variant for variant in VARIANTS}
 
 

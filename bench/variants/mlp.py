@@ -97,6 +97,14 @@ def _down_backward_kernel(
         _end_down(total, slope, dh, partial + m * N, m * BM, n, N, PARTS)
 
 
+def missing(device: torch.device) -> str:
+    """Why the kernels cannot run there, as they are for a GPU; "" if they can."""
+    if device.type != "cuda":
+        return "needs an NVIDIA GPU"
+    capability = torch.cuda.get_device_capability(device)
+    return "" if (9, 0) <= capability < (12, 0) else f"needs compute capability 9 or 10, this card has {capability}"
+
+
 def sizes(tile: Tile, processors: int) -> dict:
     """Constants of a launch on a card of so many multiprocessors."""
     constants = {key: value for key, value in tile._asdict().items() if key != "programs"}

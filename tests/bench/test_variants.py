@@ -1,10 +1,12 @@
 """What no GPU has shown to pay yet is right all the same: each variant against the step that it changes."""
 
 import dataclasses
+import functools
 import json
 from itertools import islice
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from bench import step
@@ -56,13 +58,44 @@ def test_interpreted_kernels_equal_float64(tmp_path):
             torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=1e-5, msg=lambda m, x=call[3]: f"{x}: {m}")
 
 
+@pytest.mark.gpu
+def test_kernels_in_half_precision():
+    """Distance to the float64 result of the same inputs, relative, at most 1.5 times that of torch's own operations in
+    bfloat16; twice the same bits."""
+    rows, width, hidden = 2 * 37 * 50 + 3, 384, 1536
+    x, dy, gs = 2 * random(rows, width), random(rows, width), random(rows, width)
+    mean, rstd = x.mean(1, keepdim=True), (x.var(1, correction=0, keepdim=True) + 1e-6).rsqrt()
+    h, dh, wide = random(rows, hidden), random(rows, hidden), (random(hidden, width), random(width, hidden))
+    cases = [
+        (columns._launch_norm, columns._refer_norm, dy, gs, x, mean, rstd, random(width)),
+        (columns._launch_gelu, columns._refer_gelu, dh, h),
+        (columns._launch_attention, columns._refer_attention, random(37, 50, 3 * width), random(37, 50, width), 6),
+    ]
+    if not mlp.missing(torch.device("cuda")):
+        for tile in mlp.TILES:
+            up, down = (functools.partial(f, tile=tile) for f in (mlp.launch_up, mlp.launch_down_backward))
+            cases.append((up, mlp._refer_up, x, wide[0] / width**0.5, random(hidden)))
+            cases.append((down, mlp._refer_down_backward, dy, wide[1] / width**0.5, random(rows, hidden)))
+    for launch, refer, *args in cases:
+        half = [x.cuda().bfloat16() if isinstance(x, torch.Tensor) else x for x in args]
+        if launch is columns._launch_norm:  # statistics and gamma are float32
+            half[3:] = [x.cuda() for x in args[3:]]
+        exact = refer(*(x.double() if isinstance(x, torch.Tensor) else x for x in half))
+        found, again = launch(*half), launch(*half)
+        for mine, twice, theirs, want in zip(found, again, refer(*half), exact, strict=True):
+            distance, allowed = ((x.double() - want).norm() / want.norm() for x in (mine, theirs))
+            assert distance <= 1.5 * allowed + 2**-10, (launch, distance, allowed)
+            assert torch.equal(mine, twice), launch
+
+
 def test_variants_take_the_steps_of_the_base(tmp_path):
     """Losses, gradients and keys within the stated tolerances; what needs a GPU is not run, and says so."""
     path = tmp_path / "variants.json"
     assert step.main(["--smoke", "--variants", "--json", str(path)]) == 0
-    *rows, together = json.loads(path.read_text())["rows"]
-    assert [row["name"] for row in rows] == list(BY_NAME)
-    for row in (*rows, together):
+    rows = {row["name"]: row for row in json.loads(path.read_text())["rows"]}
+    together = rows["together"]
+    assert set(rows) == {*BY_NAME, "together"}
+    for row in rows.values():
         missing = row["name"] in ("autotune", "cublaslt")
         assert ("not_run" in row) == missing and row.get("within") == (None if missing else True), row
     places = [BY_NAME[name].place or name for name in together["applied"]]
