@@ -14,7 +14,7 @@ from bench.compile import _nvidia
 from bench.step import Synthetic
 from bench.variants import blocks, columns, compiled, mlp
 from bench.variants.changes import BY_NAME, VARIANTS, apply, compatible
-from bench.variants.turns import SMALL
+from bench.variants.turns import SMALL, course
 from run.recipes import RECIPES
 from tests.kernels.interpreter import interpret, with_constant
 
@@ -116,7 +116,7 @@ def test_compiled_as_one_graph():
             training.query, training.key = (torch.compile(x, **how) for x in (training.query, training.key))
         apply(compatible(["fused-mlp", *(v.name for v in VARIANTS if not v.missing(training))]), training)
         blocks.sum_in_gelu(SimpleNamespace(blocks=last))
-        synthetic.batch()
+        course(synthetic)
         with torch._dynamo.config.patch(error_on_recompile=True):
             synthetic.batch()
         updated.append(training.flat.values)
