@@ -26,15 +26,10 @@ import re
 import numpy as np
 from PIL import Image
 
+from pipeline.headers import MAY_PASS
+
 _LUMA = np.array([0.299, 0.587, 0.114])  # ITU-R BT.601, as Pillow and torchvision weigh grey
-# Why a file cannot be read although nothing may be wrong with it: what network file systems say of their servers, and
-# what a process has run out of. EREMOTEIO and EREMOTE are those of ``fetch``.
-MAY_PASS = frozenset({
-    errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH,
-    errno.ETIMEDOUT, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.ESHUTDOWN, errno.EREMOTEIO,
-    errno.EAGAIN, errno.EBUSY, errno.EMFILE, errno.ENFILE, errno.ENOMEM,
-})  # fmt: skip
-# What is said of one file as well as of all of them, where credentials have expired.
+# What is said of one file as well as of all of them, where credentials have expired; EREMOTE is that of ``fetch``.
 UNCLEAR = frozenset({errno.EREMOTE, errno.EACCES, errno.EPERM, errno.EKEYEXPIRED})
 _AHEAD = 16  # files read at a time, as ``probe`` does
 _WIDEST = 300  # pixels: radius of the blur at the largest sigma that an Augmentation takes

@@ -4,6 +4,7 @@ This file is also the program of the processes that share the work, and therefor
 neighbour, which imports nothing.
 """
 
+import errno
 import json
 import os
 import re
@@ -16,6 +17,13 @@ if __package__:
 else:
     import formats
 
+# Why a file cannot be read although nothing may be wrong with it: what network file systems say of their servers, and
+# what a process has run out of. EREMOTEIO is that of ``graph.fetch``.
+MAY_PASS = frozenset({
+    errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH,
+    errno.ETIMEDOUT, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.ESHUTDOWN, errno.EREMOTEIO,
+    errno.EAGAIN, errno.EBUSY, errno.EMFILE, errno.ENFILE, errno.ENOMEM,
+})  # fmt: skip
 _SUFFIXES = re.compile(
     r"\.(jpg|jpeg|jpe|jfif|png|bmp|webp|tif|tiff|ppm|pgm|pbm|pnm|jp2|j2k|gif|avif|heic|heif)", re.IGNORECASE
 )
@@ -24,12 +32,21 @@ _MAGIC = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2,
 UNPACK = "expected plain .tar files, whose members can be read where they lie: decompress them"
 _MAX_SIDE, _MAX_PIXELS = 65535, 178_000_000
 _MAX_LABEL = 1 << 20  # bytes of a .cls or .json
+_PASSING = {os.strerror(number) for number in MAY_PASS}
 
 
 def read_headers(root, paths):
     """For each image file [height, width] or why it is rejected; for each tar its rows, see ``_read_shard``."""
     root = os.path.join(root, "")
     return [_read_file(path if path.startswith("/") else root + path) for path in paths]
+
+
+def unread(result):
+    """Why a file whose result this is could not be read although nothing may be wrong with it, or None."""
+    if result and isinstance(result[0], int):  # as nearly all
+        return None
+    reasons = [result] if isinstance(result, str) else [row[2] for row in result]
+    return next((reason for reason in reasons if isinstance(reason, str) and reason in _PASSING), None)
 
 
 def _read_file(path):
@@ -100,6 +117,8 @@ def _members(file):
                 raise tarfile.ReadError("no end mark")
             if any(rest) or len(rest) == 1 << 20:
                 raise tarfile.ReadError(f"no header at byte {tar.offset} of {size}")
+    except OSError:
+        raise
     except Exception as error:  # tarfile's parsers raise nearly anything on damaged headers
         said = str(error) or type(error).__name__
         return members, f"damaged or truncated after {len(members)} members ({said}); what follows is left out"

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from pipeline import cache as caches
-from pipeline import sources
-from pipeline.headers import printable
+from pipeline import sources, waiting
+from pipeline.headers import MAY_PASS, printable
 from pipeline.paths import Paths, matched
 from pipeline.scan import read, read_headers, version
 
@@ -194,12 +194,13 @@ class Index:
         ``cache`` names a folder that keeps the result until a name, size or time of change below root differs (of a
         list: its text too), which is looked at each time unless it is to be trusted; and what is known while the scan
         goes on. ``progress`` is told how many files of all are read.
+        What cannot be read for a reason that may pass is waited for, and ends the scan where that is too long.
         Raises OSError if root cannot be listed, ValueError if it holds no usable image.
         """
         known = caches.Cache(cache, str(root)) if cache else None
         if trust and known and (last := known.last()) and (index := cls.kept(known.file(last[0]), Path(last[1]))):
             return index
-        source = sources.find(root)
+        source = _found(root)
         if known is None:
             index = _build(source, None, progress)
         else:
@@ -221,6 +222,21 @@ class Index:
             expected = "expected JPEG, PNG, BMP, WebP or TIFF files, flat or in class folders, in tar shards or a list"
             raise ValueError(f"no usable image in {Path(root).expanduser().absolute()}{listed}; {expected}")
         return index
+
+
+def _found(root):
+    """The source that ``root`` names; what cannot be listed for a reason that may pass is waited for."""
+    outage = waiting.Outage()
+    while True:
+        try:
+            source = sources.find(root)
+        except OSError as error:
+            if error.errno not in MAY_PASS:
+                raise
+            outage.wait(printable(os.fsdecode(error.filename or str(root))), error.strerror)
+        else:
+            outage.over()
+            return source
 
 
 def _opened(path, root):

@@ -6,24 +6,18 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from pipeline import graph, inflight, memory, stream
+from pipeline import graph, inflight, memory, stream, waiting
 from pipeline.headers import printable
 from pipeline.held import Held
 from pipeline.index import Index
 
 _BAD_FLOOR = 20  # so many bad files are allowed however few there are
-# Seconds that one batch may wait for files which cannot be read. The other ranks wait with it, and after 600 s NCCL
-# takes their process groups down: by then, this rank has to have said why.
-_PATIENCE = 480
-_PAUSES = 1, 30  # seconds: the first pause between two attempts, which doubles up to the last
 _LOOKS = 3  # so often a file that nothing is clearly said of fails, while others can be read, before it is a bad one
 _OTHERS = 9  # one of which is that file
 
@@ -210,7 +204,7 @@ def _decoded(index, plan, numbers, views, settings, device, found, record):
     """
     gpu = device.type == "cuda"
     device_id = _number(device) if gpu else None
-    retried, outage = False, _Outage()
+    retried, outage = False, waiting.Outage()
     recorded = inflight.Record(record, index.fingerprint) if record else contextlib.nullcontext()
     held = Held(lambda: torch.cuda.current_stream(device).record_event()) if gpu else contextlib.nullcontext()
     with index.open() or contextlib.nullcontext() as shards, recorded, held:
@@ -253,36 +247,6 @@ def _decoded(index, plan, numbers, views, settings, device, found, record):
 def _number(device):
     """Which GPU it is."""
     return torch.cuda.current_device() if device.index is None else device.index
-
-
-class _Outage:
-    """The time in which files of a batch cannot be read; its beginning and its end are said on stderr."""
-
-    def __init__(self):
-        self.what = None
-
-    def wait(self, what, why):
-        """Wait a while, longer each time; OSError where that has been long enough."""
-        now = time.monotonic()
-        if self.what is None:
-            self.what, self.since, self.pause = what, now, _PAUSES[0]
-            self._say(f"{what} cannot be read ({why}); trying again for at most {_PATIENCE / 60:.2g} minutes")
-        left = self.since + _PATIENCE - now
-        if left <= 0:
-            # Without an errno, by which programs know a full disk.
-            raise OSError(f"{what} cannot be read ({why}), nor could it for {_PATIENCE / 60:.2g} minutes")
-        time.sleep(min(self.pause, left))
-        self.pause = min(2 * self.pause, _PAUSES[1])
-
-    def over(self):
-        """All could be read."""
-        if self.what is not None:
-            self._say(f"{self.what} can be read again, after {time.monotonic() - self.since:.0f} s")
-            self.what = None
-
-    @staticmethod
-    def _say(line):
-        print(line, file=sys.stderr, flush=True)
 
 
 def _source(index, shards, plan, numbers, planned, note, most):
@@ -329,7 +293,7 @@ def _probe(index, shards, sample, device_id, outage):
                 if looks == _LOOKS:
                     return bad | unclear
                 if unclear:
-                    time.sleep(_PAUSES[0])
+                    waiting.pause(waiting.PAUSES[0])
     return bad
 
 

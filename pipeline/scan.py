@@ -18,8 +18,9 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from pipeline import formats, headers
+from pipeline import formats, headers, waiting
 from pipeline.cache import Results
+from pipeline.headers import printable
 
 _PARALLEL = 50_000  # images from which a process pool pays for its start
 _PIECE = 4096  # images that are read, and kept, at a time
@@ -36,7 +37,8 @@ def read(
     progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[Any]:  # fmt: skip
     """What ``read_headers`` returns, one by one. ``kept``: where results are that were there before, of paths with the
-    same ``stamps``, int64 [n,2], and where new ones go. ``progress`` is told how many files of all are done."""
+    same ``stamps``, int64 [n,2], and where new ones go. What cannot be read for a reason that may pass is waited for;
+    OSError where that takes too long. ``progress`` is told how many files of all are done."""
     size = max(1, _PIECE * len(paths) // max(1, images))
     workers = min(len(os.sched_getaffinity(0)), -(-len(paths) // size)) if images >= _PARALLEL else 1
 
@@ -48,7 +50,7 @@ def read(
                 return "", found
         return key, work(root, piece)
 
-    firsts = range(0, len(paths), size)
+    firsts, outage = range(0, len(paths), size), waiting.Outage()
     with contextlib.ExitStack() as stack:
         if workers > 1:
             work, pool = stack.enter_context(_workers(workers)), concurrent.futures.ThreadPoolExecutor(workers)
@@ -57,6 +59,12 @@ def read(
         else:
             work, parts = headers.read_headers, map(results, firsts)
         for first, (key, found) in zip(firsts, parts, strict=True):
+            while again := [i for i, result in enumerate(found) if headers.unread(result)]:
+                outage.wait(printable(paths[first + again[0]]), headers.unread(found[again[0]]))
+                fresh = headers.read_headers(root, [paths[first + i] for i in again])
+                for i, result in zip(again, fresh, strict=True):
+                    found[i] = result
+            outage.over()
             if key:
                 kept.put(key, found)
             yield from found

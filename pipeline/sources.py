@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.headers import UNPACK, checked, named_as_image, printable
+from pipeline.headers import MAY_PASS, UNPACK, checked, named_as_image, printable
 from pipeline.paths import Paths
 from pipeline.walk import walk
 
@@ -184,6 +184,8 @@ def _stated(root, path):
     try:
         status = os.stat(os.path.join(root, path))
     except OSError as error:
+        if error.errno in MAY_PASS:
+            raise
         return [path, error.strerror, None]
     if not stat.S_ISREG(status.st_mode):
         return [path, "not a regular file", None]

@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.headers import MAY_PASS
+
 _STATUS = np.dtype(
     {
         "names": ["mode", "inode", "size", "seconds", "nanoseconds", "major", "minor"],
@@ -43,8 +45,9 @@ class Found:
 def walk(root: str, wanted: Callable[[str], bool]) -> Found:
     """All visible files below ``root``; links are followed. A broken one is unreadable if its path is ``wanted``.
 
-    OSError if root itself cannot be listed. Folders, and pieces of large ones, are looked at by threads where that
-    mostly waits, as on network file systems: the time of a round trip counts, not the processor's.
+    OSError if root itself cannot be listed, or something below it for a reason that may pass. Folders, and pieces of
+    large ones, are looked at by threads where that mostly waits, as on network file systems: the time of a round trip
+    counts, not the processor's.
     """
     top, folders, unreadable = os.fsencode(root), {}, {}
     level = [(b"", frozenset())]
@@ -55,6 +58,8 @@ def walk(root: str, wanted: Callable[[str], bool]) -> Found:
         below = []
         for (folder, _), result in zip(level, listed, strict=True):
             if isinstance(result, OSError):
+                if result.errno in MAY_PASS:
+                    raise result
                 unreadable[os.fsdecode(folder)] = result.strerror
             elif result is not None:
                 here, names, stamps, inner, bad = result
@@ -135,6 +140,8 @@ def _folder(top, folder, above, wanted):
         try:
             os.stat(os.path.join(path, names[i]))
         except OSError as error:
+            if error.errno in MAY_PASS:
+                return error
             if not os.path.islink(os.path.join(path, names[i])) or not isinstance(error, FileNotFoundError):
                 bad[name] = error.strerror
             elif wanted(name):

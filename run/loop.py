@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from pipeline.waiting import Stopped
+
 from . import checkpoint
 from .progress import Report, TooManySkipped
 from .ranks import Ranks
@@ -182,6 +184,11 @@ def running(
         loop.say(f"{about}; {left}")
         try:
             yield loop
+        except Stopped:  # between two steps, waiting for files
+            if ranks.count > 1:  # the others wait for this rank
+                raise
+            loop.stopped = True
+            loop.save()
         except TooManySkipped as error:
             raise TooManySkipped(f"{error}; {loop.write_skipped()} names the images") from None
         finally:  # also where too many are bad

@@ -6,6 +6,8 @@ import time
 import torch
 import torch.distributed as dist
 
+from pipeline import waiting
+
 from .ranks import Ranks
 
 STOPPED = 75  # exit code of a run that was asked to stop and has saved (EX_TEMPFAIL of sysexits.h: try again later)
@@ -21,10 +23,12 @@ class StopRequest:
         self.before = None  # of several GPUs: the last agreement, on its way to the CPU, and the event of its arrival
 
     def __enter__(self) -> "StopRequest":
+        waiting.asked_to_stop = lambda: self.asked > 0
         self.handlers = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
 
     def __exit__(self, *_) -> None:
+        waiting.asked_to_stop = bool
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
 

@@ -12,8 +12,7 @@ import pytest
 import torch
 from conftest import photo
 
-from pipeline import Augmentation, Index, Loader, evaluation_batches, graph
-from pipeline import loader as loader_module
+from pipeline import Augmentation, Index, Loader, evaluation_batches, graph, headers, waiting
 
 N, GONE = 6, 4
 
@@ -38,7 +37,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(loader_module, "time", clock)
+    monkeypatch.setattr(waiting, "time", clock)
+    monkeypatch.setattr(waiting, "pause", clock.sleep)
     return clock
 
 
@@ -242,3 +242,68 @@ def test_opencv_is_silent(tmp_path, capfd):
     os.truncate(tmp_path / "a.bmp", 5000)
     assert list(graph.probe([tmp_path / "a.bmp"], None)) != [None]
     assert "OpenCV" not in capfd.readouterr().err
+
+
+# ---- A scan
+
+
+def packed(path):
+    with tarfile.open(path, "w") as tar:
+        for i in range(N):
+            member = tarfile.TarInfo(f"{i}.jpg")
+            member.size = len(jpeg(i))
+            tar.addfile(member, io.BytesIO(jpeg(i)))
+
+
+@pytest.mark.parametrize("by", ["open a file", "open a shard", "read a shard", "list a folder", "look at a file"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ETIMEDOUT], ids=errno.errorcode.get)
+def test_a_scan_waits_for_what_cannot_be_read_and_remembers_nothing_of_it(
+    tmp_path, clock, capfd, monkeypatch, by, number
+):
+    root, cache, down = tmp_path / "data", tmp_path / "cache", []
+    (root / "a").mkdir(parents=True)
+    if "shard" in by:
+        packed(root / "a" / "0.tar")
+    else:
+        for i in range(3):
+            (root / "a" / f"{i}.jpg").write_bytes(jpeg(i))
+        (root / "list.txt").write_text("a/0.jpg\na/1.jpg\n")
+        (root / "a" / "text.jpg").write_text("text")
+    module, name = {
+        "open a file": (os, "open"), "open a shard": (headers, "open"), "read a shard": (os, "pread"),
+        "list a folder": (os, "listdir"), "look at a file": (os, "stat"),
+    }[by]  # fmt: skip
+    data = root / "list.txt" if by == "look at a file" else root
+    real = getattr(module, name, open)
+
+    def fails(what, *more, **how):
+        at_data = isinstance(what, int) or "/a/" in os.path.join(os.fsdecode(what), "")
+        if down and at_data and str(cache) not in str(what):
+            raise OSError(number, os.strerror(number), what)
+        return real(what, *more, **how)
+
+    expected = Index.scan(data)
+    monkeypatch.setattr(module, name, fails, raising=False)
+    down.append(1)
+    with pytest.raises(OSError, match=rf"a/.* cannot be read \({os.strerror(number)}\), nor could it for 8 minutes"):
+        Index.scan(data, cache)
+    assert clock.now == 480 and not list(cache.glob("*.index")), "nothing is remembered"
+    clock.then, clock.now = down.clear, 0
+    capfd.readouterr()
+    got = Index.scan(data, cache)
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 2 and " cannot be read (" in said[0] and said[1].endswith("can be read again, after 1 s")
+    assert got.fingerprint == expected.fingerprint and got.rejected == expected.rejected
+
+
+def test_a_request_to_stop_ends_the_waiting(monkeypatch):
+    slept = []
+    monkeypatch.setattr(waiting.time, "sleep", lambda seconds: slept.append(seconds))
+    monkeypatch.setattr(waiting, "asked_to_stop", lambda: len(slept) == 3)
+    with pytest.raises(waiting.Stopped):
+        waiting.pause(30)
+    assert max(slept) <= 0.2
+    monkeypatch.undo()
+    start = time.monotonic()
+    waiting.pause(0.3)
+    assert time.monotonic() - start >= 0.3

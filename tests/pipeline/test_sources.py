@@ -126,7 +126,7 @@ def test_s3_uris_are_taken_with_their_sizes(tmp_path):
 
 def test_s3_uris_are_read_by_dali(bucket, tmp_path, monkeypatch):
     """And what is not there, or does not decode, is left out. A stand-in: nothing here has seen a bucket."""
-    monkeypatch.setattr("pipeline.loader._PAUSES", (0, 0))
+    monkeypatch.setattr("pipeline.waiting.PAUSES", (0, 0))
     bucket.files |= {"/b/a%20b.jpg": jpeg(1), "/b/short.jpg": jpeg()[:200], "/b/c.jpg": jpeg(2)}
     keys = ["a b.jpg", "gone.jpg", "short.jpg", "c.jpg"]
     (tmp_path / "list.txt").write_text("".join(f"s3://b/{key}\tdog\t40\t50\n" for key in keys) + "c.jpg cat")

@@ -3,12 +3,14 @@
 import dataclasses
 import json
 import math
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from pipeline import waiting
 from run import checkpoint
 from run.loop import Loop, planned, running
 from run.progress import TooManySkipped
@@ -90,6 +92,21 @@ def run(output, *, groups=1, stop_after=math.inf, training=None, loader=None, fi
 
 def steps_saved(output):
     return sorted(checkpoint.step_of(path) for path in (output / "checkpoints").iterdir())
+
+
+def test_a_request_to_stop_while_files_are_waited_for_saves_too(tmp_path):
+    class Waits(Loader):
+        def batches(self, first, last):
+            for number in super().batches(first, last):
+                if number == 3:
+                    signal.raise_signal(signal.SIGTERM)
+                    waiting.pause(300)
+                yield number
+
+    code, seen = run(tmp_path / "run", groups=2, loader=Waits())
+    assert code == STOPPED and len(seen) == 6
+    assert run(tmp_path / "run", groups=2) == (0, run(tmp_path / "other", groups=2)[1])
+    assert waiting.asked_to_stop() is False, "afterwards"
 
 
 @pytest.mark.parametrize(
