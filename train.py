@@ -56,28 +56,26 @@ def main(arguments: list[str]) -> None:
                 figures, finite = training.step(patches[group], chosen[:, :, group], loop.epoch)
                 loop.took(figures, finite, rate)
                 if evaluation and loop.due(config.knn_every):
-                    encoder = training.encoder()
-                    if ranks.first:
-                        with loop.report.aside():
-                            score(config, {"trained": encoder}, index, evaluation, loop)
+                    with loop.report.aside():
+                        score(config, {"trained": training.encoder()}, index, evaluation, loop)
 
-    encoder = training.encoder()
+    finish(config, training.encoder(), index, evaluation, loop)
     ranks.leave()
-    if ranks.first:
-        finish(config, encoder, index, evaluation, loop)
 
 
 def score(config: Config, encoders: dict, index: Index, evaluation: Index, loop: Loop) -> dict:
-    """k-NN accuracy of encoders, said and recorded: {"knn_bank", "knn_queries", "knn_NAME" in percent}, or nothing."""
+    """k-NN accuracy of encoders, said and recorded: {"knn_bank", "knn_queries", "knn_NAME" in percent}, or nothing. For
+    all ranks, which share the work."""
     device = loop.ranks.device
-    bank = config.knn_images or (2_000 if device.type == "cpu" else max(len(index), 4 * len(evaluation)))
+    largest = min(knn.LARGEST_BANK, max(len(index), 4 * len(evaluation)))
+    bank = config.knn_images or (2_000 if device.type == "cpu" else largest)
     try:
         scores = knn.compare(
             encoders, index, evaluation, bank=bank, queries=max(1, bank // 4), mean=config.mean, std=config.std,
-            device=device, threads=loop.ranks.threads(config.threads), known_bad=loop.loader.bad,
+            device=device, threads=loop.ranks.threads(config.threads), known_bad=loop.loader.bad, ranks=loop.ranks,
             record=record(config, loop.ranks, "evaluation"),
         )  # fmt: skip
-    except ValueError as error:  # a whole training does not end without its encoder for that
+    except (ValueError, OSError) as error:  # a training does not end for that
         loop.say(f"no k-NN accuracy: {error}")
         return {}
     if bad := scores.pop("knn_bad"):
@@ -92,16 +90,22 @@ def score(config: Config, encoders: dict, index: Index, evaluation: Index, loop:
 
 
 def finish(config: Config, encoder, index: Index, evaluation: Index | None, loop: Loop) -> None:
-    """Measures and exports the encoder, on rank 0."""
+    """Exports the encoder, then measures it and adds what it is worth; all ranks measure."""
     training = {"method": "APS", "recipe": config.recipe, "steps": loop.step, "images": len(index)}
+
+    def export(scores: dict) -> None:
+        if loop.ranks.first:
+            path = export_encoder(
+                encoder, config.output, name=config.model, arguments=encoder_arguments(config),
+                mean=config.mean, std=config.std, training=training | scores,
+            )  # fmt: skip
+            loop.say("" if scores else f"encoder: {path}")
+
+    export({})  # first: whatever happens while it is measured costs no encoder
     if evaluation is not None:
         both = {"trained": encoder, "untrained": new_encoder(config).to(loop.ranks.device)}
-        training |= score(config, both, index, evaluation, loop)
-    path = export_encoder(
-        encoder, config.output, name=config.model, arguments=encoder_arguments(config),
-        mean=config.mean, std=config.std, training=training,
-    )  # fmt: skip
-    loop.say(f"encoder: {path}")
+        if scores := score(config, both, index, evaluation, loop):
+            export(scores)
 
 
 if __name__ == "__main__":

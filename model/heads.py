@@ -72,10 +72,18 @@ def mlp(width: int, hidden: int, out: int, layers: int) -> nn.Sequential:
 
 
 def spread(features: Tensor) -> Tensor:
-    """How far normalised features [B, D] differ from image to image: sqrt(D) times their standard deviation, in the
-    mean over the dimensions. 0 where all are the same (collapse), at most 1 (SimSiam, arXiv 2011.10566, Fig. 2)."""
+    """How far normalised features [B, D] differ from image to image, over the batch of all ranks: sqrt(D) times their
+    standard deviation, in the mean over the dimensions. 0 where all are the same (collapse), at most 1 (SimSiam, arXiv
+    2011.10566, Fig. 2)."""
     rows = F.normalize(features.float(), dim=1)
-    return rows.std(0, correction=0).mean() * rows.shape[1] ** 0.5
+    width = rows.shape[1]
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return rows.std(0, correction=0).mean() * width**0.5
+    own = rows.mean(0)  # every rank holds the same number of samples
+    sums = torch.stack([rows.var(0, correction=0), own, own.square()])
+    within, mean, square = _sum_over_ranks(sums) / dist.get_world_size()
+    between = (square - mean.square()).clamp_min(0)
+    return (within + between).sqrt().mean() * width**0.5
 
 
 class KeyNetwork(nn.Module):

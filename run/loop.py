@@ -70,6 +70,7 @@ class Loop:
         state, opened.state = opened.state, None  # let go of here: it may be larger than the networks
         self.step = state["step"] if state else 0  # optimizer steps taken
         self.stopped = False  # on request, before the end
+        self.told: set[int] = set()  # the bad files that all ranks know of
         self.report = Report(
             config.output, ranks, figures=training.FIGURES, rates=rates, every=config.log_every, start=self.step,
             total=self.total, steps_per_epoch=self.steps_per_epoch,
@@ -131,8 +132,9 @@ class Loop:
     def save(self) -> None:
         """Saves everything that the next step depends on. Called by all ranks; rank 0 writes, in the background."""
         bad = self.loader.bad
-        for found in self.ranks.gather(bad):
+        for found in self.ranks.gather({sample: bad[sample] for sample in bad.keys() - self.told}):
             bad.update(found)  # what one rank found costs no other rank time
+        self.told.update(bad)
         state = self.training.state_dict(keep=self.ranks.first) | {"report": self.report.state_dict()}
         if self.ranks.first:
             run = json.dumps(describe(self.config, self.loader.index))

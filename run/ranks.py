@@ -1,13 +1,23 @@
 """The processes of a run: one alone, or the ranks that torchrun starts."""
 
+import datetime
+import itertools
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+import pickle
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # imported once there is a group, it would hold it for ever, and with it gloo's threads
+
+# How long a collective may wait for a rank. The longest waits known: for a batch that cannot be read (480 s, see
+# pipeline.loader), and for a checkpoint that a slow disk takes. What takes longer waits elsewhere: ``Ranks.meet``.
+_LIMIT = datetime.timedelta(minutes=30)
+_PAUSES = 0.01, 1  # seconds: the first pause between two looks at the store, which doubles up to the last
 
 
 @dataclass(frozen=True)
@@ -18,6 +28,7 @@ class Ranks:
     count: int
     local_count: int  # on this machine
     device: torch.device
+    _numbers: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
 
     @classmethod
     def join(cls, device: str) -> "Ranks":
@@ -42,7 +53,7 @@ class Ranks:
         else:
             place = torch.device("cpu")
         if count > 1:
-            how: dict[str, Any] = {"device_id": place} if place.type == "cuda" else {}
+            how: dict[str, Any] = {"timeout": _LIMIT} | ({"device_id": place} if place.type == "cuda" else {})
             if count == local_count:
                 # torchrun's store outlives a restart, and with it the addresses of the dead (pytorch issue 135712).
                 attempt = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
@@ -56,19 +67,47 @@ class Ranks:
         return self.rank == 0
 
     def on_first(self, work: Callable[[], Any]) -> Any:
-        """The result of ``work``, done by rank 0 while the others wait; its ValueError or OSError is raised on all."""
+        """The result of ``work``, done by rank 0 while the others wait, however long; its ValueError or OSError is
+        raised on all."""
         if self.count == 1:
             return work()
-        outcome: list[Any] = [None, None]
+        store, key = self._store()
         if self.first:
             try:
-                outcome[0] = work()
+                outcome = work(), None
             except (ValueError, OSError) as error:
-                outcome[1] = error
-        dist.broadcast_object_list(outcome, src=0)
-        if outcome[1] is not None:
-            raise outcome[1]
-        return outcome[0]
+                outcome = None, error
+            store.set(key, pickle.dumps(outcome))
+        else:
+            self._wait(lambda: store.check([key]))
+            outcome = pickle.loads(store.get(key))
+        result, error = outcome
+        if error is not None:
+            raise error
+        return result
+
+    def meet(self) -> None:
+        """Waits for the other ranks, however long: no collective does, and none has a limit to pass."""
+        if self.count > 1:
+            store, key = self._store()
+            store.add(key, 1)
+            self._wait(lambda: store.add(key, 0) == self.count)
+
+    def _store(self):
+        """The store of the process group, a key in it that no other call has used or will use."""
+        number = next(self._numbers)
+        if number == 0:  # a store may outlive its ranks, and what they left in it
+            name = [uuid.uuid4().hex]
+            dist.broadcast_object_list(name, src=0)
+            object.__setattr__(self, "_name", name[0])
+        return dist.distributed_c10d._get_default_store(), f"{self._name} {number}"
+
+    @staticmethod
+    def _wait(over: Callable[[], bool]) -> None:
+        pause, longest = _PAUSES
+        while not over():
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, in place."""
@@ -90,6 +129,20 @@ class Ranks:
         values: list[Any] = [None] * self.count
         dist.all_gather_object(values, value)
         return values
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """The tensor of one rank on all of them, in place."""
+        if self.count > 1:
+            dist.broadcast(tensor, source)
+        return tensor
+
+    def all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of all ranks, of one shape, on all of them."""
+        if self.count == 1:
+            return [tensor]
+        tensors = [torch.empty_like(tensor) for _ in range(self.count)]
+        dist.all_gather(tensors, tensor)
+        return tensors
 
     @staticmethod
     def leave() -> None:

@@ -132,9 +132,9 @@ class Config(ImagesConfig):
     """Of AdamW, constant, on every trained parameter: biases, norms, class token and position embeddings too."""
     knn_images: int = 0
     """Labelled images of the training set, and a quarter as many for evaluation, in the k-NN accuracy at the end;
-    0 takes all of them on a GPU and 2,000 + 500 on a CPU."""
+    0 takes all of them on a GPU, at most 1.3 million, and 2,000 + 500 on a CPU."""
     knn_every: float = 0
-    """Epochs between k-NN accuracies on the way, which rank 0 measures while the others wait; 0: at the end only."""
+    """Epochs between k-NN accuracies on the way, which all ranks share; 0: at the end only."""
     fsdp: bool = False
     """Divide parameters, gradients and optimizer among the ranks (FSDP2), for models that a GPU alone does not hold.
     Nothing changes with one rank."""

@@ -1,7 +1,12 @@
-"""k-nearest-neighbour accuracy of frozen encoders: what they are worth without any training on top."""
+"""k-nearest-neighbour accuracy of frozen encoders: what they are worth without any training on top.
 
-from collections.abc import Mapping, Sequence
+The work is divided among the ranks of a run: each embeds every so many-th batch of the bank and of the queries, and
+keeps its part of the bank. Queries go round in pieces, the nearest of each rank's part come back.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +16,14 @@ from torch import Tensor, nn
 from kernels import gather_patches
 from model import encode
 from pipeline import Index, evaluation_batches
+from run.ranks import Ranks
+
+LARGEST_BANK = 1_300_000  # images, unless more are asked for: all of ImageNet-1k, of which ViT-S makes 2 GB
+_BATCH = 64  # images
+_BYTES = 2**28  # of similarities at a time, and of votes
+_QUERIES = 1024  # at a time, at most
+_ALONE = Ranks(0, 1, 1, torch.device("cpu"))
+_SPARE = 8  # neighbours found beyond k in float32, of which the nearest k in float64 are taken
 
 
 def subset(index: Index, size: int) -> np.ndarray:
@@ -19,80 +32,190 @@ def subset(index: Index, size: int) -> np.ndarray:
     return labelled[np.linspace(0, len(labelled) - 1, min(size, len(labelled))).round().astype(np.int64)]
 
 
+def features(encoders: Sequence, index: Index, samples: np.ndarray, **how) -> tuple[list[Tensor], Tensor]:
+    """``embed`` without the numbers; ValueError if none of the images can be decoded."""
+    found, labels, _ = embed(encoders, index, samples, **how)
+    if not len(labels):
+        raise ValueError(f"none of {len(samples)} images in {index.root} decodes")
+    return found, labels
+
+
 @torch.inference_mode()
-def features(
+def embed(
     encoders: Sequence, index: Index, samples: np.ndarray, *, mean, std, device, threads: int, bad=None, record=None
-):
-    """Normalised features of whole images, one float32 [n, D] per encoder, and their labels int64 [n], on the device.
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Normalised features of whole images, one float32 [n, D] per encoder, their labels and their numbers in the index,
+    int64 [n], on the device.
 
     Each image is decoded once for all encoders; those that cannot be decoded are left out and noted in ``bad`` {sample:
-    reason}, ValueError if none can. ``record``: as of ``pipeline.evaluation_batches``.
+    reason}. ``record``: as of ``pipeline.evaluation_batches``.
     """
     height, width = encoders[0].patch_embed.grid_size
     training = [encoder.training for encoder in encoders]
     patch = encoders[0].patch_embed.patch_size[0]
     # In one piece from the start: small results kept between large temporaries fragment the heap, by a gigabyte.
     found = [torch.empty(len(samples), encoder.num_features, device=device) for encoder in encoders]
-    labels = torch.empty(len(samples), dtype=torch.int64, device=device)
+    labels, numbers = (torch.empty(len(samples), dtype=torch.int64, device=device) for _ in range(2))
     count = 0
     for encoder in encoders:
         encoder.eval()
     batches = evaluation_batches(
-        index, samples, image_size=height * patch, batch_size=64, device=device, threads=threads, bad=bad, record=record
-    )
+        index, samples, image_size=height * patch, batch_size=_BATCH, device=device, threads=threads, bad=bad,
+        record=record,
+    )  # fmt: skip
     half = device.type == "cuda"
-    for images, _, label in batches:
-        everything = torch.arange(height * width, dtype=torch.int32, device=device).expand(len(images), -1)
-        dtype = torch.bfloat16 if half else torch.float32
-        patches = gather_patches(images, everything, patch=patch, mean=mean, std=std, dtype=dtype)
-        with torch.autocast(device.type, torch.bfloat16, enabled=half):
-            for encoder, rows in zip(encoders, found, strict=True):
-                rows[count : count + len(label)] = F.normalize(encode(encoder, patches, everything).float(), dim=1)
-        labels[count : count + len(label)] = label
-        count += len(label)
-    for encoder, mode in zip(encoders, training, strict=True):
-        encoder.train(mode)
-    if not count:
-        raise ValueError(f"none of {len(samples)} images in {index.root} decodes")
-    return [rows[:count] for rows in found], labels[:count]
+    try:
+        for images, sample, label in batches:
+            everything = torch.arange(height * width, dtype=torch.int32, device=device).expand(len(images), -1)
+            dtype = torch.bfloat16 if half else torch.float32
+            patches = gather_patches(images, everything, patch=patch, mean=mean, std=std, dtype=dtype)
+            here = slice(count, count + len(label))
+            with torch.autocast(device.type, torch.bfloat16, enabled=half):
+                for encoder, rows in zip(encoders, found, strict=True):
+                    rows[here] = F.normalize(encode(encoder, patches, everything).float(), dim=1)
+            labels[here], numbers[here] = label, sample
+            count += len(label)
+    finally:
+        for encoder, mode in zip(encoders, training, strict=True):
+            encoder.train(mode)
+    return [rows[:count] for rows in found], labels[:count], numbers[:count]
 
 
+@torch.inference_mode()
 def accuracy(
-    bank: Tensor, bank_labels: Tensor, queries: Tensor, labels: Tensor, *, k: int = 20, temperature: float = 0.07
-) -> float:
+    bank: Tensor, bank_labels: Tensor, queries: Tensor, labels: Tensor, *, k: int = 20, temperature: float = 0.07,
+    numbers: Tensor | None = None, ranks: Ranks | None = None,
+) -> float:  # fmt: skip
     """Share of queries whose weighted vote among the k nearest rows of the bank is right, in percent.
 
     Cosine similarity (rows are normalised), a neighbour's weight being exp(similarity / temperature), as in Wu et al.
-    2018 (arXiv 1805.01978). ``bank`` [n, D], ``queries`` [m, D].
+    2018 (arXiv 1805.01978). ``bank`` [n, D], ``queries`` [m, D]: those of this rank. Of equally near neighbours those
+    with the smaller ``numbers``, int64 [n], count, so that the result is that of one rank. Out of memory on one rank
+    it is that on all.
     """
-    classes = int(max(bank_labels.max(), labels.max())) + 1
+    ranks = ranks or _ALONE
+    numbers = torch.arange(len(bank), device=bank.device) if numbers is None else numbers
+    sizes = ranks.all(torch.tensor([len(bank), len(queries), _classes(bank_labels, labels)], device=bank.device))
+    neighbours, asked, classes = torch.stack(sizes).T.tolist()
+    k, classes = min(k, sum(neighbours)), max(classes)
+    step = max(1, min(_QUERIES, _BYTES // (8 * classes)))
     right = 0
-    for rows, truth in zip(queries.split(1024), labels.split(1024), strict=True):
-        similarity, nearest = (rows @ bank.T).topk(min(k, len(bank)), dim=1)
-        votes = torch.zeros(len(rows), classes, device=rows.device)
-        votes.scatter_add_(1, bank_labels[nearest], (similarity / temperature).exp())
-        right += int((votes.argmax(1) == truth).sum())
-    return 100 * right / len(labels)
+    for source, count in enumerate(asked):
+        for first in range(0, count, step):
+            rows = torch.empty(min(step, count - first), bank.shape[1], device=bank.device)
+            truth = torch.empty(len(rows), dtype=torch.int64, device=bank.device)
+            if source == ranks.rank:
+                rows, truth = queries[first : first + step].contiguous(), labels[first : first + step].contiguous()
+            ranks.broadcast(rows, source)
+            ranks.broadcast(truth, source)
+            near = _unless_out_of_memory(lambda rows=rows: _nearest(bank, bank_labels, numbers, rows, k + _SPARE))
+            if near is None:
+                near = torch.full((3, len(rows), k + _SPARE), -2, dtype=torch.int64, device=bank.device)
+            similarity, label, number = torch.cat(ranks.all(near), 2)
+            if (number == -2).any():
+                raise torch.OutOfMemoryError(f"out of memory, with {len(bank):,} images in the bank of a rank")
+            similarity = similarity.view(torch.float64)
+            order = number.argsort(1)
+            order = order.gather(1, similarity.gather(1, order).argsort(dim=1, descending=True, stable=True))[:, :k]
+            weights = (similarity.gather(1, order) / temperature).exp()
+            votes = torch.zeros(len(rows), classes, dtype=torch.float64, device=rows.device)
+            votes.scatter_add_(1, label.gather(1, order), weights)
+            right += int((votes.argmax(1) == truth).sum())
+    return 100 * right / sum(asked)
+
+
+def _classes(*labels):
+    return 1 + max((int(part.max()) for part in labels if len(part)), default=0)
+
+
+def _nearest(bank, labels, numbers, rows, count):
+    """Of each row the nearest ``count`` of the bank: int64 [3, m, count], similarity (the bits of a float64), label and
+    number. Where the bank has fewer, the similarity is that of none."""
+    near = rows.new_zeros(3, len(rows), count, dtype=torch.int64)
+    near[0] = torch.full_like(near[0], -torch.inf, dtype=torch.float64).view(torch.int64)
+    near[2] = torch.iinfo(torch.int64).max
+    best, place = rows.new_empty(len(rows), 0), near.new_empty(len(rows), 0)
+    step = max(count, _BYTES // (4 * len(rows)))
+    for first in range(0, len(bank), step):
+        similarity, found = (rows @ bank[first : first + step].T).topk(min(count, len(bank) - first, step), dim=1)
+        best, place = torch.cat([best, similarity], 1), torch.cat([place, found + first], 1)
+        best, kept = best.topk(min(count, best.shape[1]), dim=1)
+        place = place.gather(1, kept)
+    # Products of float32 depend on the shape of the matrices, and with it on the number of ranks. These do not.
+    exact = torch.stack([(rows.double() * bank[at].double()).sum(1) for at in place.T], 1) if place.numel() else best
+    found = exact.double().view(torch.int64), labels[place], numbers[place]
+    near[:, :, : place.shape[1]] = torch.stack(found)
+    return near
+
+
+def _unless_out_of_memory(work: Callable[[], Any]) -> Any:
+    """The result of ``work``, or None where there is not enough memory for it."""
+    try:
+        return work()
+    except MemoryError:
+        return None
+    except RuntimeError as error:  # torch's OutOfMemoryError among them; that of a CPU has no class of its own
+        if isinstance(error, torch.OutOfMemoryError) or any(said in str(error).lower() for said in _MEMORY):
+            return None
+        raise
+
+
+_MEMORY = "out of memory", "can't allocate memory", "allocation failed", "bad_alloc"
 
 
 def compare(
     encoders: dict[str, nn.Module], index: Index, evaluation: Index, *, bank: int, queries: int,
-    known_bad: Mapping[int, str] = MappingProxyType({}), **how,
+    known_bad: Mapping[int, str] = MappingProxyType({}), ranks: Ranks | None = None, **how,
 ) -> dict:  # fmt: skip
-    """k-NN accuracy of several encoders on the same images.
+    """k-NN accuracy of several encoders on the same images; for all ranks, on which it is the same.
 
     ``queries`` images of ``evaluation`` are asked against ``bank`` images of ``index``, of which ``known_bad``,
-    {sample: reason}, are known not to decode. ``how``: the further
-    arguments of ``features``. Classes are matched by their names. Images that do not decode are left out: "knn_bad"
-    names them, and all files that the index of the evaluation has rejected.
+    {sample: reason}, are known not to decode. ``how``: the further arguments of ``embed``. Classes are matched by
+    their names. Images that do not decode are left out: "knn_bad" names them, and all files that the index of the
+    evaluation has rejected. On all ranks ValueError where no image decodes or one of the ranks has not enough memory,
+    OSError where it cannot read.
     """
-    networks, bad_queries, chosen = list(encoders.values()), {}, subset(index, bank)
-    bad = {i: known_bad[i] for i in chosen.tolist() if i in known_bad}
-    known, known_labels = features(networks, index, chosen, bad=bad, **how)
-    asked, labels = features(networks, evaluation, subset(evaluation, queries), bad=bad_queries, **how)
-    translated = torch.from_numpy(evaluation.labels_among(index.classes)).to(labels.device)
-    scores = {"knn_bank": len(known_labels), "knn_queries": len(labels)}
-    for name, rows, candidates in zip(encoders, known, asked, strict=True):
-        scores[f"knn_{name}"] = accuracy(rows, known_labels, candidates, translated[labels])
+    ranks = ranks or _ALONE
+    chosen, asked = subset(index, bank), subset(evaluation, queries)
+    known_bad = _merged(ranks.gather(dict(known_bad)))
+    bad, bad_queries, failed, parts = {i: known_bad[i] for i in chosen.tolist() if i in known_bad}, {}, None, None
+
+    def work():
+        networks = list(encoders.values())
+        mine = embed(networks, index, _share(chosen, ranks), bad=bad, **how)
+        return mine, embed(networks, evaluation, _share(asked, ranks), bad=bad_queries, **how)
+
+    try:
+        parts = _unless_out_of_memory(work)
+        failed = None if parts else ValueError(f"not enough memory for features of {len(chosen):,} images")
+    except (ValueError, OSError) as error:
+        failed = error
+    ranks.meet()
+    for error in ranks.gather(failed):
+        if error is not None:
+            raise error
+    (known, known_labels, numbers), (candidates, labels, _) = parts
+    counts = ranks.sum(torch.tensor([len(known_labels), len(labels)], device=labels.device)).tolist()
+    for count, of, where in zip(counts, (chosen, asked), (index, evaluation), strict=True):
+        if not count:
+            raise ValueError(f"none of {len(of)} images in {where.root} decodes")
+    translated = torch.from_numpy(evaluation.labels_among(index.classes)).to(labels.device)[labels]
+    scores = dict(zip(("knn_bank", "knn_queries"), counts, strict=True))
+    for name, rows, queried in zip(encoders, known, candidates, strict=True):
+        try:
+            scores[f"knn_{name}"] = accuracy(rows, known_labels, queried, translated, numbers=numbers, ranks=ranks)
+        except torch.OutOfMemoryError as error:
+            raise ValueError(str(error)) from None
+    bad, bad_queries = _merged(ranks.gather(bad)), _merged(ranks.gather(bad_queries))
     scores["knn_bad"] = {index.file(i): reason for i, reason in bad.items()} | evaluation.left_out(bad_queries)
     return scores
+
+
+def _share(samples, ranks):
+    """Those of this rank: every so many-th batch, which so holds the same images for any number of ranks."""
+    firsts = range(ranks.rank * _BATCH, len(samples), ranks.count * _BATCH)
+    return np.concatenate([samples[:0], *(samples[first : first + _BATCH] for first in firsts)])
+
+
+def _merged(parts):
+    return {key: value for part in parts for key, value in part.items()}

@@ -119,7 +119,7 @@ def test_batch_norm_over_ranks_is_that_of_the_whole_batch(tmp_path):
         2,
         """
         from torch.distributed.tensor.debug import CommDebugMode
-        from model.heads import BatchNorm
+        from model.heads import BatchNorm, spread
         given = torch.load(folder / "in.pt")
         half = slice(5 * rank, 5 * rank + 5)
         x = given["x"][:, half].requires_grad_()
@@ -129,7 +129,9 @@ def test_batch_norm_over_ranks_is_that_of_the_whole_batch(tmp_path):
             out = norm(x)
         assert sum(comm.get_comm_counts().values()) == 1
         (out * given["weights"][:, half]).sum().backward()
-        torch.save([out.detach(), x.grad, norm.weight.grad, norm.bias.grad], folder / f"out{rank}.pt")
+        same = torch.tensor([[1.0, 2, 3]]) * (1 + torch.rand(5, 1))
+        spreads = torch.stack([spread(x.detach()[0]), spread(same)])
+        torch.save([out.detach(), x.grad, norm.weight.grad, norm.bias.grad, spreads], folder / f"out{rank}.pt")
         """,
         tmp_path,
     )
@@ -138,3 +140,5 @@ def test_batch_norm_over_ranks_is_that_of_the_whole_batch(tmp_path):
     torch.testing.assert_close(torch.cat([first[1], second[1]], 1), x.grad, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(first[2] + second[2], norm.weight.grad, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(first[3] + second[3], norm.bias.grad, rtol=1e-4, atol=1e-5)
+    for found in (first[4], second[4]):
+        torch.testing.assert_close(found, torch.stack([spread(x.detach()[0]), torch.tensor(0.0)]), rtol=1e-5, atol=1e-3)

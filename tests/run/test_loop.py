@@ -206,15 +206,20 @@ def test_bad_files_are_remembered_but_for_those_that_had_changed(tmp_path):
 
 
 def test_what_one_rank_finds_bad_all_know(tmp_path):
-    """Of two ranks this is the second, which writes nothing."""
+    """Of two ranks this is the second, which writes nothing; what all know is not said again."""
+    said = []
 
     class Second(SimpleNamespace):
         def gather(self, value):
+            said.append(value)
             return [{1: "of the first"}, value]
 
     loop = Loop.__new__(Loop)
     loop.ranks, loop.loader, loop.training = Second(first=False), Loader(), Training()
     loop.report = SimpleNamespace(state_dict=dict)
-    loop.loader.bad = {2: "of the second"}
+    loop.loader.bad, loop.told = {2: "of the second"}, set()
     loop.save()
     assert loop.loader.bad == {1: "of the first", 2: "of the second"}
+    loop.loader.bad[3] = "new"
+    loop.save()
+    assert said == [{2: "of the second"}, {3: "new"}]

@@ -39,6 +39,11 @@ def test_two_ranks_agree(tmp_path):
         assert ranks.mean(torch.tensor([1.0 + rank])).item() == 1.5
         assert ranks.gather({rank: "x"}) == [{0: "x"}, {1: "x"}]
         assert ranks.on_first(lambda: ("done", rank)) == ("done", 0)
+        there = torch.tensor([2.0 * rank])
+        assert torch.cat(ranks.all(there)).tolist() == [0, 2] and ranks.broadcast(there, 1).item() == 2
+        (folder / str(rank)).touch()
+        ranks.meet()
+        assert (folder / "0").exists() and (folder / "1").exists()
         for error in (ValueError, OSError):
             try:
                 ranks.on_first(lambda: (_ for _ in ()).throw(error("wrong")))

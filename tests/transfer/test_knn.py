@@ -1,4 +1,6 @@
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -43,3 +45,89 @@ def test_subset_is_spread_over_the_labelled_images():
     chosen = knn.subset(index, 8)
     assert len(set(chosen)) == 8 and sorted(index.labels[chosen]) == [0, 0, 1, 1, 2, 2, 3, 3]
     assert knn.subset(index, 1000).tolist() == list(range(20, 100))
+
+
+class InThreads:
+    """Ranks as threads of one process: what each gives is there for all."""
+
+    def __init__(self, rank, count, slots, barrier):
+        self.rank, self.count, self.slots, self.barrier = rank, count, slots, barrier
+
+    def gather(self, value):
+        self.slots[self.rank] = value
+        self.barrier.wait(60)
+        values = list(self.slots)
+        self.barrier.wait(60)
+        return values
+
+    def meet(self):
+        self.gather(None)
+
+    def all(self, tensor):
+        return self.gather(tensor.clone())
+
+    def sum(self, tensor):
+        return sum(self.all(tensor))
+
+    def broadcast(self, tensor, source):
+        return tensor.copy_(self.all(tensor)[source])
+
+
+def on_threads(count, work):
+    """What ``work(ranks)`` returns, or the error that it raises, on each of so many ranks."""
+    slots, barrier = [None] * count, threading.Barrier(count)
+    with ThreadPoolExecutor(count) as pool:
+        running = [pool.submit(work, InThreads(rank, count, slots, barrier)) for rank in range(count)]
+        return [one.exception() or one.result() for one in running]
+
+
+@pytest.fixture
+def labelled(tmp_path):
+    """40 images of three classes, two of which are the same picture with other labels, and one that is none."""
+    for number in range(40):
+        (tmp_path / "abc"[number % 3]).mkdir(exist_ok=True)
+        photo(max(number, 1), 16, 16).save(tmp_path / "abc"[number % 3] / f"{number:02}.png")
+    index = Index.scan(tmp_path)
+    (tmp_path / "a" / "03.png").write_bytes(b"")
+    return index
+
+
+def test_any_number_of_ranks_finds_the_same(labelled, monkeypatch):
+    """Figures to the last bit, and bad files, with more ranks than batches too."""
+    monkeypatch.setattr(knn, "_BATCH", 4)
+    monkeypatch.setattr(knn, "_QUERIES", 3)
+    monkeypatch.setattr(knn, "_BYTES", 4 * 3 * 30)
+    vit = create_encoder("vit_tiny_patch16_224", sincos=True, frozen_patch_embed=False, seed=0, img_size=16, patch_size=8, depth=1, num_classes=0)  # fmt: skip # noqa: E501
+    how = {
+        "bank": 40,
+        "queries": 11,
+        "mean": (0.5,) * 3,
+        "std": (0.2,) * 3,
+        "device": torch.device("cpu"),
+        "threads": 1,
+    }
+
+    def scores(ranks):
+        return knn.compare({"it": vit}, labelled, labelled, known_bad={7: "why"}, ranks=ranks, **how)
+
+    alone = knn.compare({"it": vit}, labelled, labelled, known_bad={7: "why"}, **how)
+    assert alone["knn_bank"] == 38 and len(alone["knn_bad"]) == 2
+    for found in (*on_threads(3, scores), *on_threads(12, scores)):
+        assert found == alone
+
+    nearest = knn._nearest
+    monkeypatch.setattr(
+        knn, "_nearest", lambda bank, *more: {13: nearest, 14: nearest}.get(len(bank), full)(bank, *more)
+    )
+    for error in on_threads(3, scores):
+        assert isinstance(error, ValueError) and "out of memory, with 1" in str(error)
+    embed = knn.embed
+    monkeypatch.setattr(
+        knn, "embed", lambda e, i, samples, **how: full() if 0 in samples else embed(e, i, samples, **how)
+    )
+    for error in on_threads(3, scores):
+        assert isinstance(error, ValueError) and "not enough memory for features of 40" in str(error)
+
+
+def full(*_):
+    raise torch.OutOfMemoryError("CUDA out of memory")

@@ -53,16 +53,17 @@ def setting(monkeypatch):
             an_index("train", labels, classes), an_index("eval", len(classes) - 1 - truth, classes[::-1], ["c.jpg"])
         )  # fmt: skip
 
-        def features(encoders, index, samples, *, bad, mean):
+        def embed(encoders, index, samples, *, bad, mean):
             assert encoders == ["vit"] and mean == 5
             known = {id(training): rows, id(evaluation): asked}[id(index)]
             bad |= {s: "cut" for s in samples.tolist() if s in gone}
             samples = [s for s in samples.tolist() if s not in gone]
             with torch.inference_mode():
-                return [torch.tensor(known[samples]).float()], torch.tensor(index.labels[samples])
+                labels = torch.tensor(index.labels[samples])
+                return [torch.tensor(known[samples]).float()], labels, torch.tensor(samples)
 
         gone = set(bad)
-        monkeypatch.setattr(knn, "features", features)
+        monkeypatch.setattr(knn, "embed", embed)
         return training, evaluation
 
     return make
