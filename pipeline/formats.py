@@ -80,10 +80,10 @@ _SEGMENT = struct.Struct(">HH").unpack_from  # of a JPEG: marker and length
 
 
 class Bytes:
-    """An open file, or a part of one, of which no more is read than is asked for."""
+    """An open file, or a part of one, of which no more is read than is asked for, or ``window`` bytes at once."""
 
-    def __init__(self, descriptor, start, length):
-        self.length = length
+    def __init__(self, descriptor, start, length, window=_WINDOW):
+        self.length, self._window = length, window
         self._descriptor, self._start = descriptor, start
         self._at, self._held = 0, b""
 
@@ -99,7 +99,7 @@ class Bytes:
     def _hold(self, offset, count):
         begin = offset - self._at
         if begin < 0 or begin + count > len(self._held):
-            size = min(max(count, _WINDOW), self.length - offset)
+            size = min(max(count, self._window), self.length - offset)
             if size < count:
                 raise ValueError(_DAMAGED)
             self._held = os.pread(self._descriptor, size, self._start + offset)

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import struct
 import sys
 import tarfile
 
@@ -31,6 +32,16 @@ _COMPRESSED = re.compile(r"\.(gz|bz2|xz|zst|zip)", re.IGNORECASE)
 _MAGIC = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
 UNPACK = "expected plain .tar files, whose members can be read where they lie: decompress them"
 _MAX_SIDE, _MAX_PIXELS = 65535, 178_000_000
+_WINDOW = 1024  # bytes read at once of a tar, where pages are far apart: a JPEG's header without EXIF has 650
+# Of the header of a tar's member: name, size, check sum, kind, prefix of the name. Kinds: a file (three), link,
+# symbolic link, device (two), folder, pipe.
+_HEADER = struct.Struct("100s24x12s12x8sc188x155s12x")
+_ZEROS, _DATA, _KINDS = bytes(512), b"\x0007", b"\x0001234567"
+_PAX = re.compile(r"path|size|linkpath|[amc]time|uid|gid|uname|gname|(SCHILY|LIBARCHIVE)\.xattr\..*", re.DOTALL)
+_SOME, _FAR = (
+    64,
+    32_768,
+)  # where so many members lie so far (bytes) apart on the mean, read-ahead reads what nobody needs
 _MAX_LABEL = 1 << 20  # bytes of a .cls or .json
 _PASSING = {os.strerror(number) for number in MAY_PASS}
 
@@ -62,10 +73,10 @@ def _read_file(path):
         os.close(descriptor)
 
 
-def header(descriptor, start, length):
+def header(descriptor, start, length, **how):
     """[height, width] of the upright image in so many bytes of an open file, or the reason why there is none."""
     try:
-        height, width, orientation = formats.parse(formats.Bytes(descriptor, start, length))
+        height, width, orientation = formats.parse(formats.Bytes(descriptor, start, length, **how))
     except ValueError as error:
         return str(error)
     except OSError as error:
@@ -90,11 +101,80 @@ def _read_shard(path):
             if file.read(6).startswith(_MAGIC):
                 return [[None, None, f"compressed: {UNPACK}", 0, 0]]
             file.seek(0)
-            members, damage = _members(file)
+            members, damage = _plain_members(file.fileno()), None
+            if members is None:
+                members, damage = _members(file)
             rows = [row for sample in _samples(members) for row in _sample(file.fileno(), *sample)]
     except OSError as error:
         return [[None, None, error.strerror or "not readable", 0, 0]]
     return rows + ([[None, None, damage, 0, 0]] if damage else [])
+
+
+def _plain_members(descriptor):
+    """What ``_members`` finds in a tar that is whole and holds nothing unusual, of which no more is read than headers;
+    None where it has to look.
+
+    tarfile takes 30 us for a member, and read-ahead half of the tar from the disk.
+    """
+    size = os.fstat(descriptor).st_size
+    tar, at, members, given = formats.Bytes(descriptor, 0, size, _WINDOW), 0, [], {}
+    try:
+        while (block := tar.at(at, 512)) != _ZEROS:
+            name, length, check, kind, prefix = _HEADER.unpack(block)
+            if sum(block) - sum(check) + 8 * 32 != _octal(check):
+                return None
+            begin, length = at + 512, _octal(length)
+            if kind in b"xL":
+                data = tar.at(begin, length)
+                given |= _pax(data) if kind == b"x" else {"path": data.split(b"\0", 1)[0]}
+                at = begin + (length + 511) // 512 * 512
+                continue
+            name, prefix = name.split(b"\0", 1)[0], prefix.split(b"\0", 1)[0]
+            name = prefix + b"/" + name if prefix else name
+            if kind == b"\0" and name.endswith(b"/"):
+                kind = b"5"
+            name = given.get("path", name)
+            if kind in _DATA:
+                length = int(given.get("size", length))
+                at = begin + (length + 511) // 512 * 512
+                if length < 0 or begin + length > size or name.endswith(b"/"):
+                    return None
+            elif kind in _KINDS:
+                at = begin
+            else:
+                return None
+            member = tarfile.TarInfo(name.decode("utf-8", "surrogateescape"))
+            member.size, member.type, member.offset_data = length, kind, begin
+            members.append(member)
+            given = {}
+            if len(members) == _SOME and at > _SOME * _FAR:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        rest = os.pread(descriptor, 1 << 20, at)
+    except ValueError:
+        return None
+    return None if given or rest.strip(b"\0") or len(rest) == 1 << 20 else members
+
+
+def _octal(field):
+    value = int(field.rstrip(b" \0") or b"0", 8)
+    if value < 0:
+        raise ValueError("negative")
+    return value
+
+
+def _pax(data):
+    """What records of an extended header say of a member's name and size; ValueError where more hangs on them."""
+    given = {}
+    while data:
+        length, _, _ = data.partition(b" ")
+        length = int(length)
+        key, equals, value = data[:length].partition(b" ")[2].partition(b"=")
+        key = key.decode()
+        if not (equals and value.endswith(b"\n") and length > 0) or not _PAX.fullmatch(key):
+            raise ValueError("unusual")
+        given[key] = value[:-1]
+        data = data[length:]
+    return given
 
 
 def _members(file):
@@ -163,7 +243,7 @@ def _sample(descriptor, key, parts):
         elif reason := _not_plain(member):
             result = reason
         else:
-            result = header(descriptor, *place)
+            result = header(descriptor, *place, window=_WINDOW)
         rows.append([member.name, label, result, *place])
     return rows
 

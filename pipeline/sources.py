@@ -29,6 +29,7 @@ _PACKED = re.compile(r".*\.(tar\.\w+|tgz|tbz2?|txz|tzst)", re.IGNORECASE | re.DO
 _PACKED_ENDS = b".tar", b".tgz\0", b".tbz", b".txz\0", b".tzst\0"  # of some name, where one may be a tar, packed or not
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _WANTED = "expected a folder of images, or of class folders with images, or tar shards, or a list"
+_REMOTE_TAR = "tar shards are not read from S3; expected the shards on a local disk, or a list of single images on S3"
 _OPEN = 256  # shards kept open; many systems allow a process 1,024 files
 # Threads that read. 110 kB at random from a virtual disk, nothing in memory: 4,100/s by one, 8,200 by 4, 10,600 by 8,
 # 9,100 by 16. In memory 18,600 by one, 17,000 by 8.
@@ -37,7 +38,9 @@ _READERS = 8
 
 def find(root):
     """The source that ``root`` names; ValueError or OSError in one line if there is none."""
-    if re.match(r"s3:/", str(root)):  # a Path has lost one slash
+    if re.match(r"s3:/.*\.tar$", str(root), re.IGNORECASE):  # a Path has lost one slash
+        raise ValueError(f"{root}: {_REMOTE_TAR}")
+    if re.match(r"s3:/", str(root)):
         raise ValueError(
             f"{root}: nothing here can list or open a bucket; expected local data, or a list whose lines are "
             "uri<TAB>label<TAB>height<TAB>width"
@@ -157,6 +160,8 @@ class TextList:
                     f"got {printable(line)!r}; expected uri<TAB>label<TAB>height<TAB>width, because nothing here can "
                     "read the header of an s3 file"
                 )
+            if path.lower().endswith(".tar"):
+                raise ValueError(f"{printable(path)}: {_REMOTE_TAR}")
             size = checked(int(columns[1]), int(columns[2]))
             if isinstance(size, str):
                 raise ValueError(size)

@@ -102,6 +102,7 @@ BAD_LINES = [
     ("s3://bucket/a.jpg\tdog\t30", r"line 2: got 's3:.*; expected uri<TAB>label<TAB>height<TAB>width"),
     ("s3://bucket/a.jpg\tdog\t30\tmany", r"line 2: got 's3:.*; expected uri<TAB>label<TAB>height<TAB>width"),
     ("s3://bucket/a.jpg\tdog\tmany\t30", r"line 2: got 's3:.*; expected uri<TAB>label<TAB>height<TAB>width"),
+    ("s3://bucket/a.tar\tdog\t5\t7", r"line 2: s3:.*/a.tar: tar shards are not read from S3; expected the shards on"),
     ("s3://bucket/a.jpg\tdog\t0\t7", r"line 2: size 0x7: expected sides of 1"),
 ]
 
@@ -321,7 +322,11 @@ def test_errors_are_one_clear_line(tmp_path):
             Index.scan(tmp_path / name)
         assert "\n" not in str(caught.value)
     assert len(Index.scan(tmp_path / "images")) == 1, "among images a compressed tar is a file like any other"
-    for root in ("s3://bucket/shards", "s3://bucket/a-{0..9}.tar", Path("s3://bucket/shards")):
+    with pytest.raises(
+        ValueError, match=r"a-{0..9}.tar: tar shards are not read from S3; expected the shards on a local"
+    ):
+        Index.scan("s3://bucket/a-{0..9}.tar")
+    for root in ("s3://bucket/shards", Path("s3://bucket/shards")):
         with pytest.raises(ValueError, match=r"nothing here can list or open a bucket; expected local data, or a list"):
             Index.scan(root)
 
@@ -440,3 +445,40 @@ def test_a_gpu_takes_the_files_of_shards(photos, shards):
     for expected, got in zip(*pairs, strict=True):
         for one, other in zip(tensors(expected), tensors(got), strict=True):
             assert other.is_cuda and (one.float() - other.float()).abs().mean() < 0.1
+
+
+@pytest.mark.parametrize("kind", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_the_reader_of_plain_tars_finds_what_tarfile_finds(tmp_path, kind):
+    """Or declines: also where one byte is another, wherever that is."""
+    members = [("a/b.jpg", b"x" * 700), ("a/b.cls", b"7"), ("c.jpg", b""), ("dir/", None), ("link.jpg", "c.jpg")]
+    if kind != tarfile.USTAR_FORMAT:
+        members += [("é" * 99 + "/" + "n" * 150 + ".jpg", b"y")]
+    if kind == tarfile.GNU_FORMAT:
+        members += [("\udcff.jpg", b"z" * 512)]
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w", format=kind, encoding="utf-8", errors="surrogateescape") as tar:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            member.mtime = 1.5 if kind == tarfile.PAX_FORMAT else 1
+            if not isinstance(content, bytes):
+                member.type, member.linkname = tarfile.SYMTYPE if content else tarfile.DIRTYPE, content or ""
+            member.size = len(content) if isinstance(content, bytes) else 0
+            tar.addfile(member, io.BytesIO(content) if member.size else None)
+    whole = path.read_bytes()
+
+    def found(read):
+        with open(path, "rb") as file:
+            members, damage = read(file)
+        return damage or [(m.name.rstrip("/"), m.size, m.type, m.offset_data) for m in members]
+
+    def plainly(file):
+        members = headers._plain_members(file.fileno())
+        return (members, None) if members is not None else (None, "declined")
+
+    assert found(plainly) == found(headers._members) and len(found(plainly)) == len(members)
+    rng = np.random.default_rng(0)
+    for place, value in zip(rng.integers(0, len(whole), 99).tolist(), rng.integers(0, 256, 99).tolist(), strict=True):
+        path.write_bytes(whole[:place] + bytes([value]) + whole[place + 1 :])
+        assert found(plainly) in ("declined", found(headers._members)), (place, value)
+    path.write_bytes(whole[:-9000])
+    assert found(plainly) in ("declined", found(headers._members))
