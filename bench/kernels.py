@@ -1,4 +1,4 @@
-"""Sampling and gathering against the alternatives: time with its spread, bytes, share of the copy bandwidth.
+"""Sampling, gathering and the update against the alternatives: time, its spread, bytes, share of the copy bandwidth.
 
 The alternatives are written from the formulas in ``kernels/sampling.py``: what one would write with numpy for one image
 after the other, and what one would write with torch for the batch. Bytes are those that an operation has to move (each
@@ -7,6 +7,7 @@ input and output once), not what an alternative moves beside that.
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from bench import environment
 from bench.findings import PATH_BATCH, bar, finding, number, plot
 from bench.timing import copy_bandwidth, measure
 from kernels import reference
+from kernels.update import Rule, State
 from pipeline import Augmentation
 
 POWER = 3.0
@@ -46,6 +48,9 @@ SIZES = (
 )
 SMOKE_SIZES = Size("imagenet 14x14, P 16", 14, 49, 16, 8), Size("cifar 16x16, P 2", 16, 64, 2, 8)
 GROUPS = 4
+# Parameters of imagenet-vit-s by the units of its clip: embedding, blocks, norm, projector, predictor.
+UNITS = 384, *12 * (1_774_464,), 768, 19_415_040, 2_105_344
+SMOKE_UNITS = 384, 49_152, 768
 
 
 def batch_of_boxes(b: int, device: torch.device):
@@ -208,6 +213,47 @@ def attending(size: Size, device: torch.device, seconds: float) -> tuple[int, di
     return 11 * gradient.nbytes, measure(calls, device, seconds=seconds)
 
 
+def updating(units: tuple[int, ...], device: torch.device, seconds: float) -> tuple[int, dict]:
+    """Clip by a vector, AdamW, momentum network and, on a GPU, copies in bfloat16, of so many parameters in each unit;
+    the momentum network lacks the last. The alternative is torch's operations, with nothing read back."""
+    bounds = [0, *accumulate(units)]
+    n, shared, half = bounds[-1], bounds[-2], type_of_training(device)
+    values, first, gradient, average, keys = (torch.randn(m, device=device) for m in (n, n, n, n, shared))
+    copies, key_copies = (torch.zeros(m * (half != torch.float32), dtype=half, device=device) for m in (n, shared))
+    step, rates = torch.ones((), device=device), torch.tensor([1e-3, 0.01], dtype=torch.float64, device=device)
+    state = State(values, first, first.square(), step, average, keys, copies, key_copies)
+    rule = Rule(beta1=0.9, beta2=0.999, eps=1e-8, decay=0.1, clip_momentum=0.4, alpha=1.05)
+    settings = {"lr": 1e-3, "betas": rule[:2], "eps": rule.eps, "weight_decay": rule.decay, "fused": True}
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(values)], **settings)
+    optimizer.param_groups[0]["params"][0].grad = gradient
+
+    def norms(flat):
+        return torch.stack(torch._foreach_norm([flat[a:b] for a, b in pairwise(bounds)]))
+
+    def by_operations():
+        found, before = norms(gradient), norms(average)
+        finite = found.isfinite().all()
+        gradient.masked_fill_(~finite, 0)
+        average.lerp_(gradient, 0.6 * finite)
+        factors = torch.where(found > rule.alpha * before, before / found, 1.0)
+        for (a, b), factor in zip(pairwise(bounds), factors.unbind(), strict=True):
+            gradient[a:b] *= factor
+        optimizer.found_inf = 1 - finite.float()
+        optimizer.step()
+        keys.lerp_(values[:shared], 0.01 * finite)
+        copies.copy_(values[: len(copies)])
+        key_copies.copy_(keys[: len(key_copies)])
+
+    def ours():
+        found = kernels.unit_norms([gradient, average], bounds=bounds)
+        kernels.update_parameters(state, gradient, found, rates, bounds=bounds, rule=rule)
+
+    moved = 4 * (11 * n + 2 * shared) + copies.nbytes + key_copies.nbytes
+    with torch.no_grad():
+        times = measure({"update_parameters": ours, "operation by operation": by_operations}, device, seconds=seconds)
+    return moved, times
+
+
 def type_of_training(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
@@ -222,13 +268,13 @@ def crops_and_index(size: Size, device: torch.device, groups: int = 1):
 def conclusions(d: dict) -> dict:
     """A row for each operation that has alternatives, its sizes side by side; all as bars, a panel a size."""
     rows, found, panels = d["rows"], [], {}
-    sizes = "; ".join(dict.fromkeys(f"{row['size']}, batch {row['batch']}" for row in rows))
     for operation in dict.fromkeys(row["operation"] for row in rows):
         providers = {}
         for row in rows:
             if row["operation"] == operation:
                 providers.setdefault(row["provider"], []).append(row)
         (_, ours), *others = providers.items()
+        sizes = "; ".join(row["size"] + (f", batch {row['batch']}" if row["batch"] else "") for row in ours)
         if others:
             times = ", ".join(f"{row['p50_us'] / 1e3:.3g}" for row in ours)
             first, *rest = (f"{name} {', '.join(number(row['times_ours']) for row in of)}" for name, of in others)
@@ -236,7 +282,8 @@ def conclusions(d: dict) -> dict:
     for row in rows:
         times = [row[f"{name}_us"] / 1e3 for name in ("p50", "p20", "p80")]
         label, ours = f"{row['operation']}: {row['provider']}", row["times_ours"] == 1
-        panels.setdefault(f"{row['size']}, batch {row['batch']}", []).append(bar(label, *times, ours=ours))
+        size = row["size"] + (f", batch {row['batch']}" if row["batch"] else "")
+        panels.setdefault(size, []).append(bar(label, *times, ours=ours))
     stages = {"sample_views": ("sample", 1), "gather_patches": ("gather", GROUPS)}  # the path has a group's gather
     path = {
         stages[row["provider"]][0]: {"seconds": row["p50_us"] / 1e6 / stages[row["provider"]][1]}
@@ -248,25 +295,35 @@ def conclusions(d: dict) -> dict:
 
 
 def main(arguments: list[str]) -> int:
-    options = environment.parser("kernels", "Sampling and gathering against the alternatives.").parse_args(arguments)
+    options = environment.parser("kernels", "Sampling, gathering and the update against the alternatives.").parse_args(
+        arguments
+    )
     device = environment.device()
     seconds = 0.05 if options.smoke else 2
     bandwidth = copy_bandwidth(device, seconds / 2)["p50"]
     operations = (sampling, overlap, gathering, embedding) + (attending,) * (device.type == "cuda")
     rows = []
-    for size in SMOKE_SIZES if options.smoke else SIZES:
-        for operation in operations:
-            moved, times = operation(size, device, seconds)
-            ours = next(iter(times.values()))["p50"]
-            for name, time in times.items():
-                rate = moved / time["p50"]
-                rows.append(
-                    {"size": size.name, "batch": size.batch, "operation": operation.__name__, "provider": name}
-                    | {f"{key}_us": time[key] * 1e6 for key in ("p20", "p50", "p80")}
-                    | {"runs": time["runs"], "times_ours": time["p50"] / ours, "bytes": moved}
-                    | {"gb_per_second": rate / 1e9, "share_of_copy": rate / bandwidth}
-                )
+
+    def add(about: dict, moved: int, times: dict):
+        ours = next(iter(times.values()))["p50"]
+        for name, time in times.items():
+            rate = moved / time["p50"]
+            rows.append(
+                about
+                | {"provider": name}
+                | {f"{key}_us": time[key] * 1e6 for key in ("p20", "p50", "p80")}
+                | {"runs": time["runs"], "times_ours": time["p50"] / ours, "bytes": moved}
+                | {"gb_per_second": rate / 1e9, "share_of_copy": rate / bandwidth}
+            )
         result = {"copy_bytes_per_second": bandwidth, "rows": rows}
         environment.save(options, result | conclusions(result))
+
+    for size in SMOKE_SIZES if options.smoke else SIZES:
+        for operation in operations:
+            about = {"size": size.name, "batch": size.batch, "operation": operation.__name__}
+            add(about, *operation(size, device, seconds))
+    units = SMOKE_UNITS if options.smoke else UNITS
+    about = {"size": f"{sum(units) / 1e6:.1f} M parameters", "batch": None, "operation": updating.__name__}
+    add(about, *updating(units, device, seconds))
     environment.print_table(rows)
     return 0

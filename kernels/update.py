@@ -16,7 +16,7 @@ differs from step to step is a tensor on it, so that a step can be recorded.
 
 Kernels: sums of squares of blocks, norms of units from them (no atomics: equal from run to run), one program for what
 all units share, in float64 where small differences matter, and one pass over the parameters. A block lies in one unit.
-With a vector G, a momentum network and bfloat16 copies, 64 bytes a parameter pass: 8 for the norms, 24 in and 32 out.
+With a vector G, a momentum network and bfloat16 copies, 56 bytes a parameter pass: 8 for the norms, 24 in and 24 out.
 """
 
 import functools

@@ -85,12 +85,15 @@ def test_soak_survives_bad_files_and_probes_them_once(tmp_path):
 def test_compiled_kernels():
     rows = list(compiled_rows())
     targets = {row["target"] for row in rows}
-    assert len(rows) == 25 and targets == {"sm_80", "sm_90", "sm_100", "sm_120", "gfx942"}
+    assert len(rows) == 45 and targets == {"sm_80", "sm_90", "sm_100", "sm_120", "gfx942"}
     for row in rows:
         assert row["spilled_bytes"] == row["spill_instructions"] == 0, row
         if row["kernel"] == "gather_patches":  # 8 bytes a load (but for indices), 16 bytes a store, nothing shared
             assert set(row["store_bits"]) == {128} and row["load_bits"][64] >= 3, row
             assert row["shared_bytes"] == row["shared"] == 0, row
+        if row["kernel"] == "update":  # of six tensors the block is read, and written of five and of the copies
+            assert max(row["load_bits"]) == max(row["store_bits"]) == 128, row
+            assert row["load_bits"][128] >= 6 and row["store_bits"][128] >= 5, row
         if "attention" in row["kernel"]:
             assert row["matrix"] and max(row["load_bits"]) == 128 and max(row["store_bits"]) >= 64, row
 
