@@ -50,10 +50,10 @@ def main(arguments: list[str]) -> None:
     with running(config, ranks, loader, training, opened, about=about, rates=rates, groups=config.groups) as loop:
         for batch, groups in loop.batches():
             chosen = training.sample(batch, loop.step // loop.steps_per_epoch)  # [2, B, R, K]
-            patches = training.gather(batch.views, chosen)
+            patches, numbers = training.gather(batch.views, chosen)
             for group in groups:  # the patches that one group leaves over are the views of the next
                 rate = learning_rate(config, loop.epoch)
-                figures, finite = training.step(patches[group], chosen[:, :, group], loop.epoch)
+                figures, finite = training.step(patches[group], numbers[group], loop.epoch)
                 loop.took(figures, finite, rate)
                 if evaluation and loop.due(config.knn_every):
                     with loop.report.aside():

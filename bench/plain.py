@@ -67,8 +67,8 @@ class Plain:
         self.averages = {}
         self.mean, self.std = (torch.tensor(x, device=device)[:, None, None] for x in (config.mean, config.std))
 
-    def gather(self, crops: tuple[Tensor, Tensor], chosen: Tensor) -> list[tuple[Tensor, Tensor]]:
-        return [crops] * chosen.shape[2]
+    def gather(self, crops: tuple[Tensor, Tensor], chosen: Tensor) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+        return [crops] * chosen.shape[2], chosen.permute(2, 0, 1, 3)
 
     def step(self, crops: tuple[Tensor, Tensor], chosen: Tensor, epoch: float) -> Tensor:
         config = self.config

@@ -5,7 +5,8 @@ A pair is one optimizer sample: both views of one image. Modes, measured in turn
 - ``plain``: the plain form (``bench/plain.py``), in float32;
 - ``float32``: train.py's step in float32, not compiled;
 - ``eager``: in bfloat16 on a GPU and on processors with AMX, not compiled, as train.py does it on a CPU;
-- ``compiled``: the same with the networks through torch.compile, as train.py does it on a GPU.
+- ``compiled``: the same with the networks through torch.compile;
+- ``graph``: the same recorded as CUDA graphs, as train.py does it on a GPU.
 
 A turn is a few loaded batches, each ``groups`` steps, sampling included; loading and logging are not in it. A mode's
 advantage over ``plain`` is the quotient of their times within a turn, so that what slows the machine down slows both.
@@ -18,6 +19,7 @@ the bytes that autograd saves for the backward pass, each storage once and param
 
 import argparse
 import dataclasses
+import functools
 import gc
 import time
 from collections.abc import Callable, Iterable
@@ -25,6 +27,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_map
 
 from bench import environment, roofline
 from bench.findings import PATH_BATCH, PATH_RECIPE, bar, finding, number, percent, plot
@@ -36,7 +39,7 @@ from run.recipes import RECIPES, Config
 from run.training import Training
 
 SMALL = {"depth": 1, "head_hidden": 64}  # what ``--smoke`` changes in a recipe
-MODES = "plain", "float32", "eager", "compiled"
+MODES = "plain", "float32", "eager", "compiled", "graph"
 TOP = 40  # rows of the profile, of which SHOWN are printed
 SHOWN = 15
 
@@ -46,7 +49,8 @@ def trainer(config: Config, device: torch.device, mode: str) -> Training | Plain
         return Plain(config, device)
     if mode == "float32":
         config = dataclasses.replace(config, precision="float32")
-    return Training(config, device, compiled=mode == "compiled")
+    config = dataclasses.replace(config, cuda_graph=mode == "graph")
+    return Training(config, device, compiled=mode in ("compiled", "graph"))
 
 
 class Synthetic:
@@ -61,18 +65,18 @@ class Synthetic:
 
     def batch(self) -> None:
         chosen = self.training.sample(self.loaded, epoch=self.steps)
-        patches = self.training.gather(self.loaded.views, chosen)
-        for group in range(chosen.shape[2]):
-            self.training.step(patches[group], chosen[:, :, group], epoch=self.steps * 1e-4)
+        for given in zip(*self.training.gather(self.loaded.views, chosen), strict=True):
+            self.training.step(*given, epoch=self.steps * 1e-4)
             self.steps += 1
 
     def kept(self) -> int:
         """Bytes that autograd saves for the backward pass of a step."""
         training = self.training
-        chosen = training.sample(self.loaded, epoch=0)[:, :, :1].contiguous()
-        patches = training.gather(self.loaded.views, chosen)
+        patches, numbers = training.gather(self.loaded.views, training.sample(self.loaded, epoch=0))
+        given = tree_map(torch.clone, (patches[0], numbers[0]))  # without the other groups
+        take = functools.partial(training.step, epoch=0) if isinstance(training, Plain) else training.take
         return saved_bytes(
-            lambda: training.step(patches[0], chosen[:, :, 0], epoch=0),
+            lambda: take(*given),
             [*training.network.parameters(), *training.query.parameters()],
         )
 
@@ -200,15 +204,15 @@ def conclusions(d: dict) -> dict:
         if of["peak_memory_bytes"]:
             more.append(f"{number(of['peak_memory_bytes'] / 2**30)} GiB of memory at most")
         what = f"optimizer step, {recipe}, batch {d['batch_size']}, synthetic crops, {mode} ({of['precision']})"
-        best = "compiled" if of["peak_memory_bytes"] else "eager"  # on a GPU, on a CPU
+        best = "graph" if of["peak_memory_bytes"] else "eager"  # on a GPU, on a CPU
         headline = f"step, {recipe}" if mode == best and recipe.startswith("imagenet") else ""
         found.append(finding(what, text, *more, headline=headline))
         rates = (d["batch_size"] / seconds[p] for p in ("p50", "p80", "p20"))
         bars.append(bar(mode, *rates, ours=mode != "plain"))
     panels = {f"{recipe}, batch {d['batch_size']}": bars}
     result = {"findings": found, "plots": [plot("Optimizer step", "pairs/s (p20 to p80)", panels)]}
-    if "compiled" in d and (recipe, d["batch_size"]) == (PATH_RECIPE, PATH_BATCH):
-        result["path"] = {"step": {"seconds": d["compiled"]["step_seconds"]["p50"]}}
+    if "graph" in d and (recipe, d["batch_size"]) == (PATH_RECIPE, PATH_BATCH):
+        result["path"] = {"step": {"seconds": d["graph"]["step_seconds"]["p50"]}}
     return result
 
 
@@ -217,7 +221,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--recipe", choices=RECIPES, default="imagenet-vit-s")
     parser.add_argument("--batch-size", type=int, default=512, help="images per step")
     parser.add_argument("--turns", type=int, default=8, help="timed ones of each mode")
-    parser.add_argument("--modes", choices=MODES, nargs="+", help="default: compiled and eager on a GPU, all on a CPU")
+    parser.add_argument(
+        "--modes", choices=MODES, nargs="+", help="default: graph, compiled and eager on a GPU, others on a CPU"
+    )
     parser.add_argument("--variants", nargs="*", metavar="NAME", help="instead: bench/variants, all or these")
     return parser.parse_args(arguments)
 
@@ -230,7 +236,7 @@ def main(arguments: list[str]) -> int:
 
         return turns.main(options, config, device)
     turns, batches = options.turns, 3 if device.type == "cuda" else 1
-    names = options.modes or (("compiled", "eager") if device.type == "cuda" else MODES)
+    names = options.modes or (MODES[:1:-1] if device.type == "cuda" else MODES[:-1])
     result = {"recipe": config.recipe, "model": config.model, "groups": config.groups}
     if options.smoke:  # a compiler for C++ takes longer than all the rest
         config, turns, names = dataclasses.replace(config, batch_size=2, **SMALL), 2, names[:-1]

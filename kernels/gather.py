@@ -89,8 +89,9 @@ def tile(grid, groups, keep, patch, alignment):
     return sizes | {"BLOCK": max(1, 128 // lanes), "LANES": lanes, "num_warps": 2}
 
 
-def _launch(crops, index, patch, mean, std, dtype):
-    out = torch.empty(*reference.gathered_shape(index, patch), dtype=dtype, device=index.device)
+def _launch(crops, index, patch, mean, std, dtype, out=None):
+    if out is None:
+        out = torch.empty(*reference.gathered_shape(index, patch), dtype=dtype, device=index.device)
     if out.numel():
         crops = [view.contiguous() for view in crops]
         index = index if index.dim() == 4 else index.unsqueeze(2)
@@ -114,6 +115,16 @@ def _op(
     return reference.gather_patches(crops, index, patch=patch, mean=mean, std=std, dtype=dtype)
 
 
+@torch.library.custom_op("aps::gather_patches_into", mutates_args=("out",), device_types=("cpu", "cuda"))
+def _op_into(
+    out: torch.Tensor, crops: list[torch.Tensor], index: torch.Tensor, patch: int, mean: list[float], std: list[float]
+) -> None:
+    if INTERPRET or out.is_cuda:
+        _launch(crops, index, patch, mean, std, out.dtype, out)
+    else:
+        out.copy_(reference.gather_patches(crops, index, patch=patch, mean=mean, std=std, dtype=out.dtype))
+
+
 _op.register_kernel("cuda")(_launch)
 
 
@@ -122,18 +133,25 @@ def _(crops, index, patch, mean, std, dtype):
     return index.new_empty(reference.gathered_shape(index, patch), dtype=dtype)
 
 
-def gather_patches(crops, index, *, patch, mean, std, dtype):
+@_op_into.register_fake
+def _(out, crops, index, patch, mean, std):
+    pass
+
+
+def gather_patches(crops, index, *, patch, mean, std, dtype, out=None):
     """Normalised pixels of the kept patches, [B,K,3*P*P] of ``dtype`` in (channel, row, column) order.
 
     ``crops`` uint8 [B,H,W,3], H and W multiples of P; ``index`` int32 [B,K], row-major patch numbers, with any strides
     (such as ``first[:, r]`` from ``sample_views``); ``mean``, ``std`` three floats each, in units of pixel/255;
     ``dtype`` float32, bfloat16 or float16. With ``crops`` a pair of such tensors of the same shape and ``index``
     [2,B,K], both views come from one launch: [2,B,K,3*P*P]; with ``index`` [2,B,R,K], all groups of ``sample_views``
-    too: [R,2,B,K,3*P*P]. A number outside of the grid raises on a CPU and gives NaN on a GPU.
+    too: [R,2,B,K,3*P*P]. ``out``: contiguous, of that shape, where they are to lie. A number outside of the grid raises
+    on a CPU and gives NaN on a GPU.
     """
     if isinstance(crops, torch.Tensor):
         check_tensor("index", index, torch.int32, (*crops.shape[:1], None), crops.device)
-        return gather_patches([crops], index[None], patch=patch, mean=mean, std=std, dtype=dtype)[0]
+        out = None if out is None else out[None]
+        return gather_patches([crops], index[None], patch=patch, mean=mean, std=std, dtype=dtype, out=out)[0]
     if len(crops) not in (1, 2):
         raise ValueError(f"crops: expected one tensor or a pair, got {len(crops)}")
     check_tensor("crops", crops[0], torch.uint8, (None, None, None, 3))
@@ -148,4 +166,10 @@ def gather_patches(crops, index, *, patch, mean, std, dtype):
         raise TypeError(f"dtype: expected float32, bfloat16 or float16, got {dtype}")
     if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
         raise ValueError(f"mean, std: expected three numbers each and every std above 0, got {mean} and {std}")
-    return _op(list(crops), index, patch, list(mean), list(std), dtype)
+    if out is None:
+        return _op(list(crops), index, patch, list(mean), list(std), dtype)
+    check_tensor("out", out, dtype, reference.gathered_shape(index, patch), crops[0].device)
+    if not out.is_contiguous():
+        raise ValueError(f"out: expected a contiguous tensor, got strides {out.stride()}")
+    _op_into(out, list(crops), index, patch, list(mean), list(std))
+    return out

@@ -85,6 +85,11 @@ class FlatParameters:
             torch._foreach_copy_(places, gradients)
         return self.gradient
 
+    def forget(self) -> None:
+        """Lets the gradients of the network that runs go."""
+        for parameter in self._running:
+            parameter.grad = None
+
     def norms(self, *flats: Tensor) -> Tensor:
         """L2 norms of each unit's part, over all ranks, of one or two tensors like ``values``: [1 or 2,units]."""
         norms = unit_norms(flats, bounds=self.bounds)

@@ -142,6 +142,8 @@ class Config(ImagesConfig):
     """Exchange gradients between ranks in bfloat16: half the bytes. Not with --fsdp."""
     grad_checkpointing: bool = False
     """Compute the activations of each block again in the backward pass: less memory, a third more work."""
+    cuda_graph: bool = True
+    """On a GPU, record the optimizer step and launch it as a whole. Nothing changes with --fsdp or on a CPU."""
 
     model: str = "vit_tiny_patch16_224"
     """Any plain Vision Transformer of timm, by its name."""
@@ -200,10 +202,13 @@ class Config(ImagesConfig):
         ),
         "optimisation": ("lr", "warmup_epochs", "weight_decay", "betas", "clip", "clip_momentum", "clip_alpha"),
         "method": ("keep_ratio", "groups", "power", "temperature", "ema"),
-        "hardware": ("device", "precision", "threads", "fsdp", "compress_gradients", "grad_checkpointing"),
+        "hardware": (
+            "device", "precision", "threads", "fsdp", "compress_gradients", "grad_checkpointing", "cuda_graph",
+        ),
     }  # fmt: skip
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (
         *ImagesConfig.FREE_ON_RESUME, "knn_images", "knn_every", "fsdp", "grad_checkpointing", "compress_gradients",
+        "cuda_graph",
     )  # fmt: skip
 
     def __post_init__(self) -> None:

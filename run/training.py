@@ -29,6 +29,7 @@ from pipeline import Batch
 
 from .checkpoint import copied
 from .recipes import Config, ImagesConfig, learning_rate, momentum_coefficient
+from .recorded import Recorded
 
 
 def encoder_arguments(config: Config) -> dict[str, int]:
@@ -109,41 +110,58 @@ class Training:
             self.query = torch.compile(self.query, dynamic=False, fullgraph=True)
             self.key = self.key and torch.compile(self.key, dynamic=False, fullgraph=True)
         self.shares = 1 if sharded else ranks  # that the gradient is the sum of; FSDP adds up by itself
+        self.recorded = self.given = None
+        if config.cuda_graph and self.on_gpu and not sharded:
+            self.recorded = Recorded(self.take, clean=self.flat.forget)
 
     def sample(self, batch: Batch, epoch: int) -> Tensor:
         """Patch numbers of both views for all groups of a batch: int32 [2,B,R,K]."""
         return sample_patches(self.config, batch, epoch, grid=self.grid, keep=self.keep)
 
-    def gather(self, crops: tuple[Tensor, Tensor], chosen: Tensor) -> Tensor:
-        """The patches ``chosen`` (int32 [2,B,R,K]) of the crops (uint8 [B,H,W,3] each), normalised: [R,2,B,K,3*P*P],
-        once a batch for all of its groups. Nothing else reads the crops."""
-        config, dtype = self.config, torch.bfloat16 if self.half else torch.float32
-        return gather_patches(crops, chosen, patch=self.patch, mean=config.mean, std=config.std, dtype=dtype)
+    def gather(self, crops: tuple[Tensor, Tensor], chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """What ``step`` takes of each group: patches, normalised, [R,2,B,K,3*P*P], and their numbers, int32 [R,2,B,K].
 
-    def step(self, patches: Tensor, chosen: Tensor, epoch: float) -> tuple[list[Tensor], Tensor]:
-        """One optimizer step on a group's patches, [2,B,K,3*P*P], with the numbers ``chosen``, int32 [2,B,K].
+        ``chosen``: these numbers as ``sample`` gives them; ``crops``: uint8 [B,H,W,3] each, which nothing else reads.
+        Once a batch for all of its groups. Where steps are recorded, the next batch is written over this one.
+        """
+        config, dtype, numbers = self.config, torch.bfloat16 if self.half else torch.float32, chosen.permute(2, 0, 1, 3)
+        how = {"patch": self.patch, "mean": config.mean, "std": config.std, "dtype": dtype}
+        if self.given is None or self.given[1].shape != numbers.shape:
+            given = gather_patches(crops, chosen, **how), numbers.contiguous()
+            self.given = given if self.recorded else None
+            return given
+        gather_patches(crops, chosen, **how, out=self.given[0])
+        self.given[1].copy_(numbers)
+        return self.given
 
-        ``epoch``: passes over the images so far, fractions included, as the schedules count. Returns the ``FIGURES``:
-        the loss, the mean cosine similarity of positive pairs, the spread of the features; and whether the gradient was
-        finite: where it was not, nothing is changed, on all ranks, which have the same gradient. All are scalars on the
-        device; nothing waits for it.
+    def step(self, patches: Tensor, numbers: Tensor, epoch: float) -> tuple[Tensor, Tensor]:
+        """One optimizer step on a group's patches, [2,B,K,3*P*P], with their numbers, int32 [2,B,K].
+
+        ``epoch``: passes over the images so far, fractions included, as the schedules count. Returns the ``FIGURES``,
+        [3]: the loss, the mean cosine similarity of positive pairs, the spread of the features; and whether the
+        gradient was finite: where it was not, nothing is changed, on all ranks, which have the same gradient. Both are
+        on the device; nothing waits for it.
         """
         config = self.config
         momentum = momentum_coefficient(config, epoch) if self.key_network is not None else 1.0
         self.optimizer.set_rates(learning_rate(config, epoch), momentum)
+        return (self.recorded or self.take)(patches, numbers)
+
+    def take(self, patches: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """What is the same in each step. All that differs is in memory that stays where it is."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
-            queries, projections, spread = self.query(patches, chosen)
+            queries, projections, spread = self.query(patches, numbers)
             with torch.no_grad():
-                keys = self.key(patches, chosen) if self.key is not None else projections
-            loss, similarity = contrastive_loss(queries, keys, config.temperature)
+                keys = self.key(patches, numbers) if self.key is not None else projections
+            loss, similarity = contrastive_loss(queries, keys, self.config.temperature)
         (loss / self.shares).backward()
         gradient = self.flat.collect()
         if self.shares > 1:  # all parameters at once: after a compiled backward pass there is nothing to overlap with
-            sent = gradient.bfloat16() if config.compress_gradients else gradient
+            sent = gradient.bfloat16() if self.config.compress_gradients else gradient
             dist.all_reduce(sent)
             gradient.copy_(sent)
         finite = self.optimizer.step()
-        return [loss.detach(), similarity, spread], finite
+        return torch.stack([loss.detach(), similarity, spread]), finite
 
     def state_dict(self, *, keep: bool = True) -> dict[str, Any]:
         """A copy of all that a step changes, as one process alone has it: the same for any number of ranks, sharded

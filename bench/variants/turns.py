@@ -105,7 +105,7 @@ def one(
 
 def measure(config: Config, device: torch.device, names: list[str], turns: int, save: Callable[[list], None]) -> list:
     """A row for each variant and for those together; ``save`` gets what there is after each of them."""
-    mode, rows = "compiled" if device.type == "cuda" else "eager", []
+    mode, rows = "graph" if device.type == "cuda" else "eager", []
     float32, exact = one(config, device, "float32")
     loaded = float32.loaded
     del float32

@@ -37,10 +37,11 @@ def test_plain_form_takes_the_steps_of_training(changes):
     if config.ema is not None:
         plain.training.key_network.load_state_dict(network.state_dict())
     chosen = ours.training.sample(ours.loaded, 0)
-    patches, crops = (form.training.gather(ours.loaded.views, chosen) for form in (ours, plain))
-    for group in range(4):
-        (loss, *_), _ = ours.training.step(patches[group], chosen[:, :, group], 0.5)
-        expected = plain.training.step(crops[group], chosen[:, :, group], 0.5)
+    for ours_given, plain_given in zip(*(
+        zip(*form.training.gather(ours.loaded.views, chosen), strict=True) for form in (ours, plain)
+    ), strict=True):  # fmt: skip
+        (loss, *_), _ = ours.training.step(*ours_given, 0.5)
+        expected = plain.training.step(*plain_given, 0.5)
         torch.testing.assert_close(loss, expected, rtol=1e-4, atol=0)
 
 

@@ -50,6 +50,12 @@ def grouped(*size):
     return (crops, torch.stack([index, index.flip(1), index.flip(2)], 2)), kwargs
 
 
+def written(args, kwargs):
+    """The same into memory that is there, where nothing else is."""
+    shape = reference.gathered_shape(args[1], kwargs["patch"])
+    return args, kwargs | {"out": torch.full(shape, float("nan"), dtype=kwargs["dtype"])}
+
+
 def unfolded(crops, index, patch):
     """The same patches by PyTorch's own unfold, of the picture normalised in float32 as gather.py documents."""
     offset, factor = (torch.tensor(x).view(3, 1, 1) for x in reference.normalisation(MEAN, STD))
@@ -96,7 +102,8 @@ def interpreted(tmp_path_factory):
     index[0, 0], index[1, 2], index[2, 5] = -1, 6, 2**31 - 1
     # The launcher itself: the public function would refuse these indices here, but a GPU has no time to look at them.
     calls.append(("gather._launch", ([crops], index[None]), kwargs))
-    calls += [("gather_patches", *form(*SIZES[name])) for form in (pair, grouped) for name in PAIRS]
+    calls += [("gather_patches", *pair(*SIZES[name])) for name in PAIRS]
+    calls += [("gather_patches", *written(*grouped(*SIZES[name]))) for name in PAIRS]
     names = [*SIZES, "unknown", *(f"{form} {name}" for form in ("pair", "groups") for name in PAIRS)]
     return dict(zip(names, interpret(calls, tmp_path_factory.mktemp("gather")), strict=True))
 
@@ -119,7 +126,9 @@ def test_both_views_in_one_call(interpreted, name):
 def test_all_groups_in_one_call(interpreted, name):
     (crops, index), kwargs = grouped(*SIZES[name])
     want = torch.stack([kernels.gather_patches(crops, group, **kwargs) for group in index.unbind(2)])
-    for got in (kernels.gather_patches(crops, index, **kwargs), interpreted[f"groups {name}"]):
+    args, into = written((crops, index), kwargs)
+    assert kernels.gather_patches(*args, **into) is into["out"]
+    for got in (kernels.gather_patches(crops, index, **kwargs), into["out"], interpreted[f"groups {name}"]):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
@@ -149,8 +158,10 @@ def test_device_equals_reference(size):
 @pytest.mark.parametrize("name", PAIRS)
 def test_both_views_and_all_groups_on_a_device(name, form):
     (crops, index), kwargs = form(*SIZES[name])
-    got = kernels.gather_patches([view.cuda() for view in crops], index.cuda(), **kwargs)
-    torch.testing.assert_close(got.cpu(), reference.gather_patches(crops, index, **kwargs), rtol=0, atol=0)
+    want, out = reference.gather_patches(crops, index, **kwargs), written((crops, index), kwargs)[1]["out"].cuda()
+    for into in (None, out):
+        got = kernels.gather_patches([view.cuda() for view in crops], index.cuda(), **kwargs, out=into)
+        torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0)
 
 
 @pytest.mark.gpu
@@ -187,6 +198,9 @@ def test_crops_beyond_two_to_the_31_bytes():
         ({"patch": 3}, ValueError, "patch.*12x8.*3"),
         ({"patch": 8}, ValueError, "patch.*12x8.*8"),
         ({"dtype": torch.float64}, TypeError, "dtype.*float64"),
+        ({"out": torch.zeros(3, 6, 48).half()}, TypeError, "out.*float32.*float16"),
+        ({"out": torch.zeros(3, 6, 47)}, ValueError, r"out.*\[1, 3, 6, 48\].*\[1, 3, 6, 47\]"),
+        ({"out": torch.zeros(3, 48, 6).transpose(1, 2)}, ValueError, "out.*contiguous"),
         ({"mean": (0.5,)}, ValueError, "mean.*three"),
         ({"std": (0.5,)}, ValueError, "std.*three"),
         ({"std": (0.5, 0.0, 0.5)}, ValueError, "std above 0"),
@@ -203,6 +217,8 @@ def test_operator_contract():
     op = torch.ops.aps.gather_patches.default
     index = args[1][None, :, None].expand(-1, -1, 2, -1)
     torch.library.opcheck(op, ([args[0]], index, 4, list(MEAN), list(STD), torch.bfloat16))
+    out = torch.empty(reference.gathered_shape(index, 4))
+    torch.library.opcheck(torch.ops.aps.gather_patches_into.default, (out, [args[0]], index, 4, list(MEAN), list(STD)))
     compiled = torch.compile(lambda *a: kernels.gather_patches(*a, **kwargs), fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(*args), kernels.gather_patches(*args, **kwargs))
     assert list(kernels.gather_patches(args[0], args[1][:, :0], **kwargs).shape) == [3, 0, 48]

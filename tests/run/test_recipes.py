@@ -66,7 +66,7 @@ MODELS = {  # patch side in pixels, grid; width, blocks, attention heads
 OURS = {
     "recipe", "data", "eval_data", "output", "max_steps", "device", "precision", "threads", "seed", "resume", "max_bad",
     "checkpoint_every", "keep_last", "keep_every", "log_every", "knn_images", "knn_every", "fsdp", "grad_checkpointing",
-    "compress_gradients", "index_cache", "trust_index",
+    "compress_gradients", "cuda_graph", "index_cache", "trust_index",
 }  # fmt: skip
 
 
@@ -159,8 +159,9 @@ TOY = {  # what the demo trains with, and what every option is unless a recipe s
     "resume": "auto", "max_bad": 0.05, "checkpoint_every": 500, "keep_last": 3, "keep_every": 0, "log_every": 50,
     "lr": 1e-3, "weight_decay": 0.05, "data": None, "eval_data": None, "precision": "auto", "threads": 0,
     "betas": (0.9, 0.999), "warmup_epochs": 0.2, "recipe": "toy", "knn_images": 4000, "knn_every": 0, "fsdp": False,
-    "compress_gradients": False, "grad_checkpointing": False, "model": "vit_tiny_patch16_224", "image_size": 64,
-    "patch_size": 8, "depth": 4, "position_embedding": "sincos", "frozen_patch_embed": False, "head_hidden": 512,
+    "compress_gradients": False, "grad_checkpointing": False, "cuda_graph": True, "image_size": 64,
+    "model": "vit_tiny_patch16_224", "patch_size": 8, "depth": 4, "position_embedding": "sincos",
+    "frozen_patch_embed": False, "head_hidden": 512,
     "head_out": 128, "projector_layers": 3, "predictor_layers": 2, "mean": (0.485, 0.456, 0.406),
     "std": (0.229, 0.224, 0.225), "keep_ratio": 0.25, "groups": 4, "power": 3.0, "temperature": 0.1, "ema": None,
     "clip": "off", "clip_momentum": 0.4, "clip_alpha": 1.05,

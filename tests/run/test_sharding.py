@@ -18,8 +18,8 @@ def test_sharded_ranks_train_as_others_do_and_their_state_goes_anywhere(tmp_path
 
         def steps(training, groups):
             chosen = training.sample(loaded, 0)[:, 2 * rank : 2 * rank + 2]
-            patches = training.gather(mine, chosen)
-            return [float(training.step(patches[group], chosen[:, :, group], 0.5)[0][0]) for group in groups]
+            given = list(zip(*training.gather(mine, chosen)))
+            return [float(training.step(*given[group], 0.5)[0][0]) for group in groups]
 
         def same(one, other):
             leaves = [torch.utils._pytree.tree_leaves(state) for state in (one, other)]

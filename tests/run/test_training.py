@@ -35,7 +35,7 @@ def groups(training, device=CPU):
     """What ``step`` takes of each group of ``batch``: its patches and their numbers."""
     loaded = batch(device)
     chosen = training.sample(loaded, 0)
-    return list(zip(training.gather(loaded.views, chosen), chosen.unbind(2), strict=True))
+    return list(zip(*training.gather(loaded.views, chosen), strict=True))
 
 
 def state(training):
@@ -299,10 +299,11 @@ def test_two_ranks_take_the_step_of_one_process(tmp_path):
     """Loss, similarity, and gradient (as AdamW's averages keep it after one step) of two halves and of the whole."""
     generator = torch.Generator().manual_seed(1)
     crops = [torch.randint(0, 256, (8, 32, 32, 3), generator=generator).byte() for _ in range(2)]
-    chosen = torch.stack([torch.rand(8, 16, generator=generator).argsort(1)[:, :4] for _ in range(2)]).int()
+    chosen = torch.rand(2, 8, 1, 16, generator=generator).argsort(3)[..., :4].int()
     torch.save([crops, chosen], tmp_path / "in.pt")
     training = Training(CONFIG, CPU)
-    (loss, similarity, _), _ = training.step(training.gather(crops, chosen), chosen, 0.5)
+    [given] = zip(*training.gather(crops, chosen), strict=True)
+    (loss, similarity, _), _ = training.step(*given, 0.5)
     on_ranks(
         2,
         """
@@ -310,8 +311,8 @@ def test_two_ranks_take_the_step_of_one_process(tmp_path):
         crops, chosen = torch.load(folder / "in.pt")
         half = slice(4 * rank, 4 * rank + 4)
         training = Training(CONFIG, CPU, ranks=2)
-        patches = training.gather([crop[half] for crop in crops], chosen[:, half])
-        (loss, similarity, _), _ = training.step(patches, chosen[:, half], 0.5)
+        [given] = zip(*training.gather([crop[half] for crop in crops], chosen[:, half]))
+        (loss, similarity, _), _ = training.step(*given, 0.5)
         torch.save([loss, similarity, training.optimizer.state[:3]], folder / f"out{rank}.pt")
         """,
         tmp_path,
@@ -338,7 +339,7 @@ def test_gradients_of_ranks_that_compile_compute_again_or_compress(tmp_path):
             config = dataclasses.replace(CONFIG, **more or {})
             training = Training(config, CPU, ranks=2, compiled=more is None)
             chosen = training.sample(loaded, 0)[:, 2 * rank : 2 * rank + 2]
-            training.step(training.gather(mine, chosen)[0], chosen[:, :, 0], 0.5)
+            training.step(*(both[0] for both in training.gather(mine, chosen)), 0.5)
             found.append(training.optimizer.state.first)
         exact, again, rounded, compiled = found
         assert torch.equal(exact, again)

@@ -1,0 +1,142 @@
+"""The optimizer step as CUDA graphs. Without a GPU, operations listed with the memory that they had play the graph."""
+
+import contextlib
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from run import recorded
+from run.training import Training
+from tests.run.test_training import CONFIG, CPU, batch, same, state
+
+WAITS = torch.ops.aten._local_scalar_dense.default, torch.ops.aten.lift_fresh.default  # .item(), torch.tensor(number)
+
+
+def tensors(*values):
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def place(tensor):
+    return tensor.untyped_storage().data_ptr()
+
+
+class Graph(TorchDispatchMode):
+    """Operations with the numbers and the memory that they had; while it is recorded, memory keeps what it holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.own, self.before = [], set(), {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        assert function not in WAITS, function
+        for argument, given in zip(function._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in tensors(given):
+                    if place(tensor) not in self.own:
+                        storage = tensor.untyped_storage()
+                        self.before.setdefault(place(tensor), (storage, storage.clone()))
+        results = function(*args, **kwargs)
+        made = [result for result in tensors(results) if place(result) not in set(map(place, tensors(args, kwargs)))]
+        self.own.update(map(place, made))
+        self.calls.append((function, args, kwargs, results))
+        return results
+
+    def undo(self):
+        for storage, content in self.before.values():
+            storage.copy_(content)
+
+    @torch.no_grad()
+    def replay(self):
+        for function, args, kwargs, results in self.calls:
+            inputs = set(map(place, tensors(args, kwargs)))
+            for old, new in zip(tensors(results), tensors(function(*args, **kwargs)), strict=True):
+                if place(old) not in inputs:
+                    old.copy_(new)
+
+
+@pytest.fixture
+def on_paper(monkeypatch):
+    """torch.cuda as far as it is needed, on the CPU."""
+
+    @contextlib.contextmanager
+    def recording(graph, **how):
+        assert how["capture_error_mode"] == "thread_local" and how["pool"] == "the one pool"
+        try:
+            with graph:
+                yield
+        finally:
+            graph.undo()
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    for name, value in {
+        "CUDAGraph": Graph, "graph": recording, "Stream": lambda: stream, "current_stream": lambda: stream,
+        "stream": lambda stream: contextlib.nullcontext(), "graph_pool_handle": lambda: "the one pool",
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+
+
+def recording(config, device=CPU):
+    training = Training(config, device)
+    training.recorded = recorded.Recorded(training.take, clean=training.flat.forget)
+    return training
+
+
+def steps(training, number, device=CPU):
+    """Figures of the steps of so many batches, each step at another rate and momentum."""
+    found = []
+    for step in range(4 * number):
+        if step % 4 == 0:
+            loaded = batch(device)
+            crops = tuple(view.roll(step, 2) for view in loaded.views)
+            given = list(zip(*training.gather(crops, training.sample(loaded, step)), strict=True))
+        figures, finite = training.step(*given[step % 4], 0.3 + 0.05 * step)
+        assert finite
+        found.append(figures)
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("more", [{}, {"precision": "bfloat16", "ema": None, "clip": "norm"}], ids=str)
+def test_recorded_steps_are_the_steps(on_paper, more):
+    """Bit for bit: no number of Python's is in them, nothing waits, and all results are copies."""
+    config = dataclasses.replace(CONFIG, **more)
+    plain, training = Training(config, CPU), recording(config)
+    assert torch.equal(steps(training, 4), steps(plain, 4))
+    assert same(state(training), state(plain))
+    assert len(training.recorded.graphs) == 4 and not training.recorded.failed
+
+
+def test_a_recording_that_fails_is_said_and_changes_nothing(on_paper, monkeypatch, capsys):
+    plain, training = Training(CONFIG, CPU), recording(CONFIG)
+    graph = torch.cuda.graph
+
+    def collect():  # all gradients are there by now
+        raise RuntimeError("operation not permitted\nwhen stream is capturing")
+
+    @contextlib.contextmanager
+    def failing(*args, **how):
+        with graph(*args, **how), monkeypatch.context() as patch:
+            patch.setattr(training.flat, "collect", collect)
+            yield
+
+    monkeypatch.setattr(torch.cuda, "graph", failing)
+    assert torch.equal(steps(training, 2), steps(plain, 2))
+    assert same(state(training), state(plain))
+    line = "steps go on without a CUDA graph, which could not be recorded: operation not permitted\n"
+    assert capsys.readouterr().err == line
+
+
+@pytest.mark.gpu
+def test_losses_with_and_without_graphs():
+    config, device = dataclasses.replace(CONFIG, precision="bfloat16", lr=1e-5), torch.device("cuda")
+    found = []
+    for cuda_graph in (False, True):
+        training = Training(dataclasses.replace(config, cuda_graph=cuda_graph), device)
+        assert (training.recorded is not None) == cuda_graph
+        found.append(steps(training, 4, device))
+    assert len(training.recorded.graphs) == 4 and not training.recorded.failed
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
