@@ -3,7 +3,8 @@
 The same graph runs on the CPU (``device_id=None``) and, with "mixed" decoding, wholly on a GPU. It draws nothing
 itself: every parameter comes with the batch. Facts it relies on (DALI 2.4; the tests hold them):
 - a crop with flip is the relative region of interest of ``resize`` with the ends of x swapped; a relative region in
-  [0, 1] is safe when the file has changed its size since the scan, an absolute one outside the image kills the process.
+  [0, 1] is safe whatever the size, an absolute one outside the image kills the process. (What has changed its size
+  since the scan is an error all the same: ``peek_image_shape`` agrees with the index on all that it admits.)
   Where it enlarges, its filter reads the pixel beyond the crop, as Pillow's resize of a box and not torchvision's crop;
 - brightness, contrast about the mean, saturation and hue together are an affine map of the colour,
   out = M.rgb + C.mean(rgb). Nothing is clipped in between, so highlights that brightness blows out come back when the
@@ -26,6 +27,7 @@ import re
 import numpy as np
 from PIL import Image
 
+from pipeline import formats, headers
 from pipeline.headers import MAY_PASS
 
 _LUMA = np.array([0.299, 0.587, 0.114])  # ITU-R BT.601, as Pillow and torchvision weigh grey
@@ -120,7 +122,9 @@ def colour_matrices(brightness, contrast, saturation, hue):
 
 
 def feeds(views, sizes, drawn):
-    """The arrays that ``views`` take of what was drawn for images of sizes [m,2], in their order."""
+    """The arrays that a graph takes of images of sizes [m,2]: these, and in their order those that ``views`` take of
+    what was drawn."""
+    yield np.ascontiguousarray(sizes, np.int32)
     for number, view in enumerate(views):
         yield from region(drawn.boxes[:, number], drawn.flips[:, number], sizes)
         yield from view.feeds(drawn, number)
@@ -145,15 +149,15 @@ def pipeline(source, views, *, image_size, batch_size, threads, device_id, files
     _hush()
     gpu = device_id is not None
     gpu_form = gpu if gpu_form is None else gpu_form
-    inputs = 1 + sum(2 + view.inputs for view in views)
+    inputs = 2 + sum(2 + view.inputs for view in views)
 
     @pipeline_def(batch_size=batch_size, num_threads=threads, device_id=device_id, enable_conditionals=True)
     def graph():
-        encoded, *arrays = fn.external_source(source=source, num_outputs=inputs, batch=True)
+        encoded, size, *arrays = fn.external_source(source=source, num_outputs=inputs, batch=True)
         arrays = iter(arrays)
         if files:  # plain reads: a mapped file that shrinks while it is read kills the process
             encoded = fn.io.file.read(encoded, dont_use_mmap=True)
-        decoded = decode(encoded, gpu)
+        decoded = decode(encoded, gpu, size)
         outputs = []
         for view in views:
             start, end = next(arrays), next(arrays)
@@ -200,15 +204,16 @@ def _blur(image, sigma, gpu_form):
     return fn.filter(image, fn.reshape(weights, shape=[-1, 1]))
 
 
-def decode(encoded, gpu):
-    """The decoding operator: upright RGB, uint8 HWC."""
+def decode(encoded, gpu, size=None):
+    """The decoding operator: upright RGB, uint8 HWC; what has another ``size``, int32 [2], is an error."""
     from nvidia.dali import fn, types
 
     # A header that does not parse must fail before the decoder: there, in a batch of more than four images a thread,
     # DALI 2.4 unwinds while its threads still work on that batch, and the process dies. The decoder waits for what it
     # is fed, so a shape that depends on the header puts the peek first; it costs next to nothing.
-    readable = fn.cast(fn.peek_image_shape(encoded)[0] > 0, dtype=types.INT64)
-    encoded = fn.reshape(encoded, shape=encoded.shape() * readable)
+    shape = fn.peek_image_shape(encoded)
+    readable = shape[0] > 0 if size is None else (shape[0] == size[0]) & (shape[1] == size[1])
+    encoded = fn.reshape(encoded, shape=encoded.shape() * fn.cast(readable, dtype=types.INT64))
     # All JPEGs to the decoding engines: an H100 decodes 15,150 images/s so, 8,650 with DALI's default of 0.65.
     device = {"device": "mixed", "hw_decoder_load": 1.0} if gpu else {"device": "cpu"}
     return fn.decoders.image(encoded, output_type=types.RGB, adjust_orientation=True, **device)
@@ -228,16 +233,18 @@ def engines(device_id):
 
 
 def probe(images, device_id):
-    """Decode each image alone, as the graph does: yields None for a good one, the reason for a bad one, and for one
-    that cannot be read now the OSError, with an ``errno`` of ``MAY_PASS`` or ``UNCLEAR``.
+    """Decode each image alone, as the graph does, if the index would have it: yields None for a good one, the reason
+    for a bad one, and for one that cannot be read now the OSError, with an ``errno`` of ``MAY_PASS`` or ``UNCLEAR``.
 
-    An image is its path, or a function that returns its file (uint8 [bytes]) or raises OSError.
+    An image is its path, or a function that returns its file (uint8 [bytes]), or raises OSError, or ValueError with the
+    reason.
     """
     from nvidia.dali import fn, pipeline_def
 
     @pipeline_def(batch_size=1, num_threads=1, device_id=device_id, prefetch_queue_depth=1)
     def graph():
-        return decode(fn.external_source(name="encoded", batch=True), device_id is not None)
+        encoded, size = (fn.external_source(name=name, batch=True) for name in ("encoded", "size"))
+        return decode(encoded, device_id is not None, size)
 
     _hush()
     alone = graph()
@@ -246,9 +253,12 @@ def probe(images, device_id):
             yield encoded if encoded.errno in MAY_PASS | UNCLEAR else encoded.strerror
             continue
         try:
-            if encoded.size:
-                alone.run(encoded=[encoded])
-            yield None if encoded.size else "empty file"
+            if isinstance(encoded, ValueError):
+                raise encoded
+            alone.run(encoded=[encoded], size=[np.int32(headers.upright(formats.Held(encoded.tobytes())))])
+            yield None
+        except ValueError as error:
+            yield str(error)
         except RuntimeError as error:
             alone = graph()  # nothing promises that a pipeline goes on after an error
             said = _cause(error)
@@ -257,28 +267,34 @@ def probe(images, device_id):
 
 
 def _read(images):
-    """The file of each image, or the OSError, in order. Some are read ahead: a slow store takes as long for several as
+    """The file of each image, or the error, in order. Some are read ahead: a slow store takes as long for several as
     for one. Not all: each may be large."""
 
-    def read(image):
+    def result(image):
         try:
-            if callable(image):
-                return image()
-            with open(image, "rb") as file:  # not numpy, for which a file ends where reading it fails
-                return np.frombuffer(file.read(), np.uint8)
-        except OSError as error:
+            return image() if callable(image) else read(image)
+        except (OSError, ValueError) as error:
             return error
 
     pool, ahead = concurrent.futures.ThreadPoolExecutor(_AHEAD), collections.deque()
     try:
         for image in images:
-            ahead.append(pool.submit(read, image))
+            ahead.append(pool.submit(result, image))
             if len(ahead) == _AHEAD:
                 yield ahead.popleft().result()
         while ahead:
             yield ahead.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def read(path, offset=0, length=-1):
+    """So many bytes of a file from ``offset`` on, or all: uint8 [bytes]; OSError where they cannot be read."""
+    if path.startswith("s3://"):
+        return fetch(path)
+    with open(path, "rb") as file:  # not numpy, for which a file ends where reading it fails
+        file.seek(offset)
+        return np.frombuffer(file.read(length), np.uint8)
 
 
 def fetch(uri):

@@ -76,12 +76,17 @@ def _read_file(path):
 def header(descriptor, start, length, **how):
     """[height, width] of the upright image in so many bytes of an open file, or the reason why there is none."""
     try:
-        height, width, orientation = formats.parse(formats.Bytes(descriptor, start, length, **how))
+        return checked(*upright(formats.Bytes(descriptor, start, length, **how)))
     except ValueError as error:
         return str(error)
     except OSError as error:
         return error.strerror or "not readable"
-    return checked(width, height) if orientation >= 5 else checked(height, width)
+
+
+def upright(file):
+    """[height, width] of the upright image in ``formats.Bytes`` or ``Held``; ValueError or OSError if there is none."""
+    height, width, orientation = formats.parse(file)
+    return [width, height] if orientation >= 5 else [height, width]
 
 
 def checked(height, width):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline import graph, inflight, memory, stream, waiting
+from pipeline import formats, graph, headers, inflight, memory, stream, waiting
 from pipeline.headers import printable
 from pipeline.held import Held
 from pipeline.index import Index
@@ -174,7 +174,7 @@ def evaluation_batches(
         sizes = index.sizes[sample].astype(np.float64)
         side = sizes.min(1, keepdims=True) * 7 / 8 if image_size >= 64 else sizes
         margin = (0.5 - side / sizes / 2).astype(np.float32)
-        return _Plan(sample, (margin, 1 - margin))
+        return _Plan(sample, (index.sizes[sample], margin, 1 - margin))
 
     settings = {"image_size": image_size, "batch_size": batch_size, "threads": threads}
     numbers = range(-(-len(samples) // batch_size))
@@ -267,10 +267,8 @@ def _probe(index, shards, sample, device_id, outage):
     """{sample: reason} of the images that do not decode or are not there; those that cannot be read are waited for."""
 
     def image(s):
-        if shards:
-            return functools.partial(shards.read, s)
-        path = index.file(s)
-        return functools.partial(graph.fetch, path) if path.startswith("s3://") else path
+        read = functools.partial(shards.read, s) if shards else functools.partial(graph.read, index.file(s))
+        return functools.partial(_checked, read, index.sizes[s].tolist())
 
     bad, looks, todo = {}, 0, sample.tolist()
     while todo:
@@ -295,6 +293,16 @@ def _probe(index, shards, sample, device_id, outage):
                 if unclear:
                     waiting.pause(waiting.PAUSES[0])
     return bad
+
+
+def _checked(read, size):
+    """What ``read`` returns; ValueError with the reason where the index would not have it, or not of this size."""
+    content = read()
+    found = headers.upright(formats.Held(content.tobytes()))
+    if found != size:
+        now, then = ("x".join(map(str, sides)) for sides in (found, size))
+        raise ValueError(f"not the image that was indexed: {now} pixels; {then} in the index")
+    return content
 
 
 def _others(index, sample):

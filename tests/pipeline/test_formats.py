@@ -302,14 +302,15 @@ def decoded():
 
     @pipeline_def(batch_size=1, num_threads=1, device_id=None, prefetch_queue_depth=1)
     def alone():
-        return graph.decode(fn.external_source(name="file", batch=True), False)
+        file, size = (fn.external_source(name=name, batch=True) for name in ("file", "size"))
+        return graph.decode(file, False, size)
 
     pipeline = alone()
 
-    def decode(data, before):
+    def decode(data, before, size):
         waste = np.full(1 << 16, before, np.uint8)  # what is freed here is what a careless decoder shows
         del waste
-        return np.array(pipeline.run(file=[np.frombuffer(data, np.uint8)])[0].at(0))
+        return np.array(pipeline.run(file=[np.frombuffer(data, np.uint8)], size=[np.int32(size)])[0].at(0))
 
     return decode
 
@@ -322,7 +323,7 @@ def test_what_is_admitted_has_its_size_and_its_pixels(kinds, decoded, tmp_path):
         pixels = np.broadcast_to(pixels.reshape(*pixels.shape[:2], -1), (*pixels.shape[:2], 3))
         (tmp_path / "file").write_bytes(data)
         assert headers.read_headers(tmp_path, ["file"]) == [list(pixels.shape[:2])], name
-        first, *more = (decoded(data, before) for before in (0, 99, 200))
+        first, *more = (decoded(data, before, pixels.shape[:2]) for before in (0, 99, 200))
         assert first.shape == pixels.shape and np.abs(first - pixels).max() <= off, name
         assert all(np.array_equal(first, again) for again in more), name
         picture = pictures.read(data)

@@ -240,7 +240,7 @@ def test_files_are_read_ahead_some_at_a_time_and_judged_in_order(monkeypatch):
 def test_opencv_is_silent(tmp_path, capfd):
     photo(0).save(tmp_path / "a.bmp")
     os.truncate(tmp_path / "a.bmp", 5000)
-    assert list(graph.probe([tmp_path / "a.bmp"], None)) != [None]
+    assert list(graph.probe([str(tmp_path / "a.bmp")], None)) != [None]
     assert "OpenCV" not in capfd.readouterr().err
 
 

@@ -130,13 +130,15 @@ def test_s3_uris_are_read_by_dali(bucket, tmp_path, monkeypatch):
     monkeypatch.setattr("pipeline.waiting.PAUSES", (0, 0))
     bucket.files |= {"/b/a%20b.jpg": jpeg(1), "/b/short.jpg": jpeg()[:200], "/b/c.jpg": jpeg(2)}
     keys = ["a b.jpg", "gone.jpg", "short.jpg", "c.jpg"]
-    (tmp_path / "list.txt").write_text("".join(f"s3://b/{key}\tdog\t40\t50\n" for key in keys) + "c.jpg cat")
+    lines = [f"s3://b/{key}\tdog\t40\t50\n" for key in keys] + ["c.jpg cat\n", "s3://b/c.jpg\tdog\t50\t40"]
+    (tmp_path / "list.txt").write_text("".join(lines))
     (tmp_path / "c.jpg").write_bytes(jpeg(2))
     index = Index.scan(tmp_path / "list.txt")
     load = loader(index, batch_size=2)
     sample = torch.cat([batch.sample for batch in load.batches(0, 6)])
     assert set(sample.tolist()) == {0, 3, 4}
-    assert "not found" in load.bad[1] and "does not decode" in load.bad[2] and len(load.bad) == 2
+    assert "not found" in load.bad[1] and load.bad[2] == "damaged or truncated header" and len(load.bad) == 3
+    assert load.bad[5] == "not the image that was indexed: 40x50 pixels; 50x40 in the index", "the list says so"
     how = {"image_size": 24, "batch_size": 5, "device": torch.device("cpu"), "threads": 1}
     ((images, sample, _),) = evaluation_batches(index, np.arange(5), **how)
     assert sample.tolist() == [0, 3, 4] and torch.equal(images[1], images[2]) and not torch.equal(images[0], images[1])
