@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from bench.products import NO_GPU, preferring, without_fp8
 from bench.variants import blocks, mlp
+from kernels.short_attention import suits
 from run.training import Training
 
 
@@ -133,6 +134,13 @@ def on_gpu(training: Training) -> str:
     return "" if training.on_gpu else NO_GPU
 
 
+def with_our_attention(training: Training) -> str:
+    vit = training.network.encoder
+    shape = 1, training.keep + vit.num_prefix_tokens, 3 * vit.embed_dim
+    ours = suits(torch.empty(shape, dtype=kind(training), device="meta"), vit.blocks[0].attn.num_heads)
+    return "" if ours or not training.on_gpu else "attention is torch's at this size"
+
+
 def with_fused_mlp(training: Training) -> str:
     return mlp.missing(training.device) if training.on_gpu else ""
 
@@ -159,7 +167,7 @@ VARIANTS = (
     Variant("gelu-backward", "columns summed in the backward of GELU", (0.63, 1.35), sums(blocks.sum_in_gelu), anywhere,
             place="MLP of queries"),
     Variant("attention-backward", "columns summed in the backward of attention", (0.52, 1.05),
-            sums(blocks.sum_in_attention), anywhere),
+            sums(blocks.sum_in_attention), with_our_attention),
     Variant("fused-mlp", "GELU and its derivative inside of products (queries)", (2.6, 5.0), fused_mlp,
             with_fused_mlp, place="MLP of queries"),
     Variant("key-gelu", "GELU in cuBLASLt's epilogue (keys, tanh form)", (1.2, 2.7), key_gelu, with_keys, 0.999,

@@ -16,6 +16,7 @@ say nothing, all that ran. What cannot be run is "not run", with the reason, and
 
 import dataclasses
 import gc
+import sys
 from collections.abc import Callable
 
 import torch
@@ -182,6 +183,9 @@ def conclusions(d: dict) -> dict:
 
 def main(options, config: Config, device: torch.device) -> int:
     """``options.variants``: names, none for all. Exit code 1 where one failed or left its tolerance."""
+    if unknown := sorted(set(options.variants) - set(BY_NAME)):
+        print(f"--variants {' '.join(unknown)}: expected some of {', '.join(BY_NAME)}", file=sys.stderr)
+        return 2
     names = [name for name in BY_NAME if name in options.variants] or list(BY_NAME)
     turns, result = options.turns, {"recipe": config.recipe, "model": config.model, "groups": config.groups}
     if options.smoke:

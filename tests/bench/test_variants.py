@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import json
-from itertools import islice
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -88,7 +88,7 @@ def test_kernels_in_half_precision():
             assert torch.equal(mine, twice), launch
 
 
-def test_variants_take_the_steps_of_the_base(tmp_path):
+def test_variants_take_the_steps_of_the_base(tmp_path, capsys):
     """Losses, gradients and keys within the stated tolerances; what needs a GPU is not run, and says so."""
     path = tmp_path / "variants.json"
     assert step.main(["--smoke", "--variants", "--json", str(path)]) == 0
@@ -102,6 +102,8 @@ def test_variants_take_the_steps_of_the_base(tmp_path):
     assert len(places) == len(set(places)) == len({variant.place or variant.name for variant in VARIANTS}) - 2
     texts = [row["result"] for row in json.loads(path.read_text())["findings"]]
     assert sum(text.startswith("not run: needs an NVIDIA GPU") for text in texts) == 2
+    assert step.main(["--smoke", "--variants", "key-gelu", "gelu"]) == 2
+    assert "--variants gelu: expected some of autotune, " in capsys.readouterr().err
 
 
 def test_compiled_as_one_graph():
@@ -135,6 +137,8 @@ def test_fp8_numbers():
 
 def test_norm_on_an_h100():
     """Four programs share a multiprocessor, 16 bytes a load. (``bench compile`` has a table of all kernels.)"""
-    row = {name: _nvidia(kernel) for name, kernel in islice(compiled.compile_for(90), 1)}["norm_backward"]
-    assert row["spilled_bytes"] == row["spill_instructions"] == 0 and row["registers"] <= 128, row
-    assert max(row["load_bits"]) == max(row["store_bits"]) == 128 and not row["matrix"], row
+    name, kernel = next(compiled.compile_for(90))
+    row = _nvidia(kernel)
+    assert name == "norm_backward" and row["spilled_bytes"] == row["spill_instructions"] == 0, row
+    assert row["registers"] <= 128 and max(row["load_bits"]) == max(row["store_bits"]) == 128, row
+    assert not re.search(r"\b(atom|red)\.", kernel.asm["ptx"])  # sums in one order
