@@ -13,8 +13,13 @@ SUBJECTS = {
     "step": "the optimizer step on synthetic crops: against the plain form and the roofline; memory; profile",
     "products": "the products of a block, shape by shape: libraries, GELU inside, fp8",
     "baselines": "a training step of APS beside MoCo v3, MAE, SimMIM and iBOT: FLOPs, memory, time",
+    "once": "every kernel once, for the two that follow",
+    "sanitizer": "compute-sanitizer on every kernel: reads and writes beside the memory, races of the sampler",
+    "counters": "what Nsight Compute counts of each kernel: bytes of DRAM, sectors, time",
+    "collectives": "what ranks exchange: NCCL among one, in a CUDA graph too; two gloo ranks on one card against one",
+    "kinds": "the input path on progressive JPEGs and on 24 megapixels: images per second, memory (needs DALI)",
     "pipeline": "decoded and augmented images per second, against torchvision; cost of each stage; parity (needs DALI)",
-    "host": "what the launching thread spends on data: next(), the order of an epoch (needs DALI)",
+    "host": "what the thread that launches kernels spends on a batch and on a checkpoint (needs DALI)",
     "soak": "memory, and what bad files cost, over thousands of batches (needs DALI)",
     "attention": "what an encoder looks at, and nearest neighbours, as a picture (needs DALI and matplotlib)",
     "scaling": "8 and 64 GPUs, predicted from the figures of one",
@@ -30,7 +35,7 @@ SUBJECTS = {
 def main(arguments: list[str]) -> int:
     if not arguments or arguments[0] not in SUBJECTS:
         print("usage: python -m bench SUBJECT [options]\n")
-        print("\n".join(f"  {name:10} {text}" for name, text in SUBJECTS.items()))
+        print("\n".join(f"  {name:11} {text}" for name, text in SUBJECTS.items()))
         return 0 if arguments[:1] in ([], ["--help"], ["-h"]) else 2
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # at the end of a time limit, clear up as on Ctrl-C
     return importlib.import_module(f"bench.{arguments[0]}").main(arguments[1:])

@@ -2,15 +2,18 @@
 
 On a GPU in full; on a CPU in small sizes ("scale": "small" in the result), in minutes; with ``--smoke`` only to see
 that all runs ("scale": "smoke"). A part's tests run first (on a CPU those that need no GPU): where they fail, its
-result says "tests": "failed" and has no figures. ``--no-tests`` saves that time ("tests": "not run"). A part that
-fails, or runs out of time, stops no other. All output is in log.txt too, with a summary at its end; the exit code is
-the number of parts that failed.
+result says "tests": "failed" and has no figures. A part that fails, or runs out of time, stops no other.
+
+``--stage`` is what a GPU is needed for, in three parts of under ten minutes (``bench/device.sh``). Tests are a part of
+their own there, the first; where one fails, no speed is measured in that stage.
+
+What lacks something that it needs is "not run", never "ok". All output is in log.txt too, with a summary at its end;
+the exit code is the number of parts that failed and, but for smoke runs, of those that were not run.
 """
 
 import argparse
 import datetime
 import functools
-import importlib.util
 import json
 import os
 import re
@@ -27,38 +30,71 @@ from run.checkpoint import write_atomically
 ROOT = Path(__file__).resolve().parent.parent
 TESTS_LIMIT = 600  # seconds, for the tests of a part
 CPU_LIMIT = 600  # for a part, on a CPU
+STAGE_LIMIT = 560  # for a stage
 
 
 class Part(NamedTuple):
     name: str  # of the result
-    arguments: str  # of python -m bench on a GPU
+    arguments: str  # of python -m bench on a GPU; TRACE is a file beside the result
     seconds: int  # limit, on a GPU
     small: str | None = None  # instead of ``arguments`` on a CPU; None: the same
     tests: tuple[str, ...] = ()  # what has to pass, below tests/
-    quick: bool = True  # of what bench/device.sh runs, which has 8 minutes
     where: str = "both"  # or "gpu" or "cpu", the other kind having no use for it
     images: bool = False  # takes --images
+    speed: bool = True  # is not measured in a stage whose tests fail
 
 
-KERNELS = tuple(f"kernels/test_{name}.py" for name in ("sampling", "overlap", "gather", "short_attention"))
+KERNELS = tuple(f"kernels/test_{name}.py" for name in ("sampling", "overlap", "gather", "short_attention", "update"))
 INPUT = tuple(f"pipeline/test_{name}.py" for name in ("graph", "stream", "loader"))
 STEP = ("run/test_training.py",)
 COSTS = ("bench/test_baselines.py::test_baselines_cost_what_is_counted",)
 SCALING = ("bench/test_scaling.py",)
 PARTS = (
     Part("machine", "machine", 40),
-    Part("gpu_tests", "gpu_tests", 130, where="gpu"),
-    Part("compile", "compile", 300, tests=("kernels/test_ttir.py",), quick=False),
+    Part("gpu_tests", "gpu_tests", 400, where="gpu"),
+    Part("compile", "compile", 300, tests=("kernels/test_ttir.py",)),
     Part("kernels", "kernels", 80, tests=KERNELS),
     Part("step_vit_s", "step --recipe imagenet-vit-s --batch-size 512", 120, None, STEP, where="gpu"),
     Part("step_vit_b", "step --recipe imagenet-vit-b --batch-size 512", 120, None, STEP, where="gpu"),
     Part("step", "step --recipe toy --batch-size 64 --turns 4 --modes plain float32 eager", 0, None, STEP, where="cpu"),
+    Part("host", "host", 60, tests=INPUT),
     Part("pipeline", "pipeline", 60, "pipeline --batch-size 32 --batches 5", INPUT, images=True),
     Part("train", "train", 60, "train --recipe toy --batch-size 256 --steps 48 --ranks 1 2", STEP, images=True),
-    Part("soak", "soak", 300, "soak --batches 400", INPUT, quick=False),
-    Part("baselines", "baselines", 300, tests=COSTS, quick=False),
-    Part("scaling", "scaling", 120, tests=SCALING, quick=False),
+    Part("soak", "soak", 300, "soak --batches 400", INPUT),
+    Part("baselines", "baselines", 300, tests=COSTS),
+    Part("scaling", "scaling", 120, tests=SCALING),
 )
+GPU_TESTS = (
+    "kernels/test_short_attention.py run/test_training.py kernels/test_gather.py kernels/test_sampling.py "
+    "kernels/test_overlap.py kernels/test_update.py"
+)
+DATA_TESTS = "pipeline/test_loader.py pipeline/test_sources.py test_train.py"
+STEP_S = "step --recipe imagenet-vit-s --modes compiled"
+STAGES = {
+    1: (  # neither DALI nor tyro
+        Part("machine", "machine", 40, speed=False),
+        Part("gpu_tests", f"gpu_tests --files {GPU_TESTS}", 170, speed=False),
+        Part("sanitizer", "sanitizer", 120, speed=False),
+        Part("step_vit_s", f"{STEP_S} --batch-size 512 --trace TRACE", 120, where="gpu"),
+        Part("step_vit_s_1024", f"{STEP_S} --batch-size 1024", 90, where="gpu"),
+        Part("step_vit_s_2048", f"{STEP_S} --batch-size 2048", 90, where="gpu"),
+    ),
+    2: (
+        Part("variants", "step --recipe imagenet-vit-s --batch-size 512 --variants", 270),
+        Part("products", "products", 60),
+        Part("kernels", "kernels", 60),
+        Part("counters", "counters", 120),
+        Part("step_vit_b", "step --recipe imagenet-vit-b --batch-size 512 --modes compiled", 100),
+        Part("collectives", "collectives", 90),
+    ),
+    3: (
+        Part("data_tests", f"gpu_tests --files {DATA_TESTS}", 200, speed=False),
+        Part("kinds", "kinds", 75),
+        Part("host", "host", 40),
+        Part("pipeline", "pipeline", 75, images=True),
+        Part("train", "train --recipe imagenet-vit-s --batch-size 512 --steps 200", 200, images=True),
+    ),
+}
 
 
 def main(arguments: list[str]) -> int:
@@ -68,10 +104,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--smoke", action="store_true", help="everything in small, on the CPU: does it run at all?")
     parser.add_argument("--out", type=Path, help="folder for the results [bench/results/<card or cpu>-<date>]")
     parser.add_argument("--images", type=Path, help="folder of images for the input path [generated ones]")
-    parser.add_argument("--quick", action="store_true", help="only what a GPU is needed for")
-    parser.add_argument("--parts", nargs="+", choices=[part.name for part in PARTS], help="only these")
-    parser.add_argument("--no-tests", action="store_true", help="do not run the tests of the parts")
-    parser.add_argument("--seconds", type=int, default=24 * 3600, help="limit for all parts together")
+    parser.add_argument("--stage", type=int, choices=STAGES, help="only what a GPU is needed for, a third of it")
+    parser.add_argument("--parts", nargs="+", help="only these")
     options = parser.parse_args(arguments)
     if options.smoke:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -80,7 +114,8 @@ def main(arguments: list[str]) -> int:
     folder = "runs/smoke" if options.smoke else f"bench/results/{card or 'cpu'}"
     options.out = options.out or ROOT / f"{folder}-{datetime.date.today()}"
     options.out.mkdir(parents=True, exist_ok=True)
-    with (options.out / "log.txt").open("w") as log:
+    log = options.out / ("log.txt" if options.stage is None else f"log_{options.stage}.txt")
+    with log.open("w") as log:
 
         def say(line: str) -> None:
             for file in (sys.stdout, log):
@@ -102,46 +137,60 @@ def graphics_card() -> str | None:
 
 
 def chosen(options: argparse.Namespace, card: str | None) -> list[Part]:
-    """Smoke runs take all that a GPU would, but each subject that only a GPU has once."""
-    there = [part for part in PARTS if importlib.util.find_spec(f"bench.{part.arguments.split()[0]}")]
+    """Smoke runs take all that a GPU would, but of a subject that only a GPU has, the same options once."""
+    parts = PARTS if options.stage is None else STAGES[options.stage]
+    if unknown := set(options.parts or ()) - {part.name for part in parts}:
+        known = ", ".join(part.name for part in parts)
+        raise SystemExit(f"--parts {' '.join(sorted(unknown))}: expected some of {known}")
     if options.parts:
-        return [part for part in there if part.name in options.parts]
-    if options.quick:
-        there = [part for part in there if part.quick]
-    there = [part for part in there if part.where in ("both", "gpu" if card or options.smoke else "cpu")]
+        return [part for part in parts if part.name in options.parts]
+    there = [part for part in parts if part.where in ("both", "gpu" if card or options.smoke else "cpu")]
     if options.smoke:
-        there = list({part.arguments.split()[0] if part.where == "gpu" else part: part for part in there}.values())
+        there = list({_form(part) if part.where == "gpu" else part: part for part in there}.values())
     return there
 
 
+def _form(part: Part) -> tuple[str, ...]:
+    """Subject and options of a part, without their values."""
+    subject, *words = part.arguments.split()
+    return subject, *(word for word in words if word.startswith("--"))
+
+
 def run_all(parts: list[Part], options: argparse.Namespace, card: str | None, say: Callable) -> int:
-    start, summary, failed = time.monotonic(), [], 0
+    start, summary, failed, missing = time.monotonic(), [], 0, 0
     scale = "smoke" if options.smoke else "full" if card else "small"
     passing = functools.cache(lambda tests: tests_pass(tests, bool(card), say))
+    tested = "none"  # what the tests of a stage say of the parts behind them
     for part in parts:
         began, file = time.monotonic(), options.out / f"{part.name}.json"
         file.unlink(missing_ok=True)
         command = part.small if scale == "small" and part.small else part.arguments
-        words = command.split() + ["--smoke"] * options.smoke
+        words = [str(file.with_suffix(".trace.json.gz")) if w == "TRACE" else w for w in command.split()]
+        words += ["--smoke"] * options.smoke
         words += ["--images", str(options.images)] if part.images and options.images else []
         words += ["--json", str(file)]
-        tests = "not run" if options.no_tests else "none"
-        if part.tests and not options.no_tests:
+        tests = tested if part.speed else "none"
+        if part.tests:
             tests = "passed" if passing(part.tests) else "failed"
         say(f"== {part.name}: python -m bench {' '.join(words)}")
         if tests == "failed":
             refuse(file, part)
             state = "not measured: its tests failed"
         else:
-            limit = min(part.seconds if card else CPU_LIMIT, options.seconds - (time.monotonic() - start))
+            limit = part.seconds if card else CPU_LIMIT
+            if options.stage is not None:
+                limit = min(limit, STAGE_LIMIT - (time.monotonic() - start))
             code = stream([sys.executable, "-m", "bench", *words], limit, say)
             state = ended(code, file)
             mark(file, tests, scale)
-        failed += not (state == "ok" or state.startswith("skipped"))
+            if options.stage is not None and "gpu_tests" in command:
+                tested = "passed" if state == "ok" else "not run" if state.startswith("not run") else "failed"
+        missing += state.startswith("not run")
+        failed += not state.startswith(("ok", "not run"))
         summary.append(f"{part.name:16} {time.monotonic() - began:4.0f} s  {state}")
-    say(f"== {time.monotonic() - start:.0f} s, {failed} failed, results in {options.out}")
+    say(f"== {time.monotonic() - start:.0f} s, {failed} failed, {missing} not run, results in {options.out}")
     say("\n".join(summary))
-    return failed
+    return failed + (0 if options.smoke else missing)
 
 
 def tests_pass(tests: tuple[str, ...], gpu: bool, say: Callable) -> bool:
@@ -176,8 +225,8 @@ def ended(code: int, file: Path) -> str:
         return "out of time"
     if code:
         return f"failed, exit code {code}"
-    reason = json.loads(file.read_text()).get("skipped") if file.exists() else None
-    return f"skipped: {reason}" if isinstance(reason, str) else "ok"
+    result = json.loads(file.read_text()) if file.exists() else {}
+    return f"not run: {result['not_run']}" if "not_run" in result else "ok"
 
 
 def mark(file: Path, tests: str, scale: str) -> None:

@@ -1,22 +1,27 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, the most important first, in under 8 minutes:
+# Everything that needs a GPU, the most important first, in three stages of under ten minutes each:
 #
-#   bench/device.sh            results go to $OUT, by default bench/results/<card>-<date>/
-#   bench/device.sh --smoke    the same in small, on the CPU
+#   bench/device.sh 1|2|3            results go to $OUT, by default bench/results/<card>-<date>/
+#   bench/device.sh 1|2|3 --smoke    the same in small, on the CPU
 #
-# It is `python -m bench all --quick` with a time limit and without the tests of each part but those marked gpu. IMAGES is
-# a folder of images for the input path (default: generated ones), PYTHON the interpreter (default: python3).
+#   1  ceilings and clocks; the tests of the step and its kernels; compute-sanitizer; ViT-S at 512, 1,024 and 2,048.
+#      Needs torch, triton, timm and pytest, no DALI and no tyro.
+#   2  every change of the step that waits for its proof (bench/variants); products; Nsight Compute; ViT-B; collectives
+#   3  with DALI and tyro: tests of the input path and of whole runs; kinds of JPEG; threads; train.py end to end
+#
+# What was compiled is kept in runs/compiled for the stages that follow. IMAGES is a folder of images for the input path
+# (default: generated ones), PYTHON the interpreter (default: python3). Exit code 0: all of it has run, and passed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-if [ $# -gt 1 ] || [ "${1:---smoke}" != --smoke ]; then
-    echo "usage: bench/device.sh [--smoke]" >&2
+if [[ ! "${*:-}" =~ ^[123](\ --smoke)?$ ]]; then
+    echo "usage: bench/device.sh 1|2|3 [--smoke]" >&2
     exit 2
 fi
-if [ $# = 0 ] && ! nvidia-smi --query-gpu=name --format=csv,noheader >/dev/null; then
+if [ $# = 1 ] && ! nvidia-smi --query-gpu=name --format=csv,noheader >/dev/null; then
     echo "bench/device.sh: nvidia-smi names no GPU; on a CPU: --smoke" >&2
     exit 2
 fi
-# 465 s: the parts' own limits add up to more, for they seldom need them
-exec "${PYTHON:-python3}" -m bench all --quick --no-tests --seconds 465 \
-    ${OUT:+--out "$OUT"} ${IMAGES:+--images "$IMAGES"} "$@"
+export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$PWD/runs/compiled/inductor}"
+export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$PWD/runs/compiled/triton}"
+exec "${PYTHON:-python3}" -m bench all --stage "$@" ${OUT:+--out "$OUT"} ${IMAGES:+--images "$IMAGES"}

@@ -1,4 +1,7 @@
-"""``pytest -m gpu`` with its outcome as JSON. Only files with such tests are collected: others need more packages."""
+"""``pytest -m gpu`` with its outcome as JSON. Only files with such tests are collected: others need more packages.
+
+A test that is skipped, for want of a package or of the GPU, has not been run: "not_run" says how many, and why.
+"""
 
 import argparse
 
@@ -27,16 +30,23 @@ class Outcomes:
         outcome = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(seconds, 2)}
         self.result["tests"].append(outcome | {"reason": reason[-500:].replace(f"{environment.ROOT}/", "")})
         self.result[report.outcome] += 1
+        if report.outcome == "skipped":
+            self.result["not_run"] = f"{self.result['skipped']} tests ({reason.removeprefix('Skipped: ')})"
         environment.save(self.options, self.result | conclusions(self.result))
 
 
 def conclusions(d: dict) -> dict:
-    counts = ", ".join(f"{d[name]} {name}" for name in ("passed", "failed", "skipped") if d[name])
+    names = {"passed": "passed", "failed": "failed", "skipped": "not run"}
+    counts = ", ".join(f"{d[key]} {name}" for key, name in names.items() if d[key])
     return {"findings": [finding("tests marked `gpu`", counts)]}
 
 
 def main(arguments: list[str]) -> int:
-    options = environment.parser("gpu_tests", "The tests marked gpu.").parse_args(arguments)
-    files = [path for path in (environment.ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()]
-    command = ["-m", "gpu", "--continue-on-collection-errors", "-p", "no:cacheprovider", *map(str, sorted(files))]
+    options = environment.parser("gpu_tests", "The tests marked gpu.")
+    options.add_argument("--files", nargs="+", help="below tests/, in this order [all that have such tests]")
+    options = options.parse_args(arguments)
+    tests = environment.ROOT / "tests"
+    files = [tests / file for file in options.files or ()]
+    files = files or sorted(path for path in tests.rglob("test_*.py") if "mark.gpu" in path.read_text())
+    command = ["-m", "gpu", "--continue-on-collection-errors", "-p", "no:cacheprovider", *map(str, files)]
     return int(pytest.main(command, plugins=[Outcomes(options)]))

@@ -1,9 +1,10 @@
-"""What the thread that launches kernels spends on data: its processor time in ``next()``, and the order of an epoch.
+"""What the thread that launches kernels spends beside them: on a batch, and on a checkpoint.
 
-Decoding is left out, for other threads do it: the images are small, and the time is that of this thread alone.
+Of ``next()`` its own processor time: decoding is left out, for other threads do it. (The order of an epoch, which a
+thread computes ahead: ``bench index``.) Of a checkpoint the time until training goes on, and until it is on the disk.
 """
 
-import functools
+import dataclasses
 import statistics
 import tempfile
 import time
@@ -15,17 +16,22 @@ from PIL import Image
 from bench import environment
 from bench.findings import finding, number
 from bench.pipeline import skip
-from pipeline import Index, Loader, stream
+from bench.step import wait
+from pipeline import Index, Loader
+from run.checkpoint import Saver
 from run.recipes import RECIPES
+from run.training import Training
 
-IMAGES = 1_281_167  # those of ImageNet
 AHEAD = 3  # batches before the clock
 
 
 def conclusions(d: dict) -> dict:
     text = f"{number(d['next_ms'])} ms of the thread that asks for a batch of {d['batch_size']}"
-    order = f"the order of an epoch of {d['images']:,} images, computed ahead, {number(d['order_ms'])} ms"
-    return {"findings": [finding(f"host time of the input path, {d['recipe']}", text, order)]}
+    saved = (
+        f"{number(d['checkpoint_ms'])} ms until training goes on, {number(d['checkpoint_written_ms'])} ms to the disk"
+    )
+    rows = [finding(f"host time of the input path, {d['recipe']}", text)]
+    return {"findings": [*rows, finding(f"checkpoint, {d['recipe']}", saved)]}
 
 
 def main(arguments: list[str]) -> int:
@@ -37,7 +43,7 @@ def main(arguments: list[str]) -> int:
         import nvidia.dali  # noqa: F401
     except ImportError as error:
         return skip(options, f"DALI cannot be imported: {error}")
-    batch, images, turns = (8, 1000, 2) if options.smoke else (options.batch_size, IMAGES, 20)
+    batch, turns = (8, 2) if options.smoke else (options.batch_size, 20)
     with tempfile.TemporaryDirectory() as folder:
         for i in range(2 * batch):
             Image.new("RGB", (16, 12), (i % 256, 9, 9)).save(Path(folder) / f"{i:08}.jpg")
@@ -49,11 +55,29 @@ def main(arguments: list[str]) -> int:
         for _ in range(AHEAD):
             next(batches)
         asking = own_ms(lambda: next(batches), turns)
-        order = own_ms(functools.partial(stream.epoch_order, images, 0, 0), min(turns, 5))
-    result = {"recipe": options.recipe, "batch_size": batch, "images": images, "next_ms": asking, "order_ms": order}
+    result = {"recipe": options.recipe, "batch_size": batch, "next_ms": asking}
+    result |= checkpoint_ms(options.recipe, options.smoke)
     environment.save(options, result | conclusions(result))
-    print(f"next(), batch {batch}: {asking:.2f} ms; order of {images:,} images: {order:.1f} ms")
+    print(f"next(), batch {batch}: {asking:.2f} ms")
+    print("checkpoint: {checkpoint_ms:.1f} ms, to the disk {checkpoint_written_ms:.1f} ms".format(**result))
     return 0
+
+
+def checkpoint_ms(recipe: str, small: bool) -> dict:
+    """Of one checkpoint, the second: {"checkpoint_ms" until training goes on, "checkpoint_written_ms"}."""
+    config = RECIPES[recipe]
+    config = dataclasses.replace(config, depth=1, head_hidden=64) if small else config
+    training = Training(config, environment.device(), compiled=False)
+    with tempfile.TemporaryDirectory() as folder:
+        saver = Saver(Path(folder), last=1, every=0)
+        for step in (1, 2):
+            wait(training.device)
+            start = time.perf_counter()
+            saver.save(step, training.state_dict())
+            goes_on = time.perf_counter() - start
+            saver.wait()
+            written = time.perf_counter() - start
+    return {"checkpoint_ms": 1000 * goes_on, "checkpoint_written_ms": 1000 * written}
 
 
 def own_ms(call: Callable, turns: int) -> float:

@@ -23,10 +23,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image, ImageFilter, ImageOps
+from torch.profiler import ProfilerActivity, profile
 
 from bench import environment
 from bench.findings import PATH_BATCH, PATH_RECIPE, bar, finding, number, plot
 from pipeline import Augmentation, Index, Loader, graph
+from run.ranks import Ranks
 from run.recipes import RECIPES
 
 TIMES = "times this loader's CPU"
@@ -44,12 +46,12 @@ def folder_of_images(given: Path | None, count: int):
         yield Path(folder)
 
 
-def generate(path: Path, seed: int, height: int = 375, width: int = 500) -> None:
+def generate(path: Path, seed: int, height: int = 375, width: int = 500, progressive: bool = False) -> None:
     rng = np.random.default_rng(seed)
     coarse = Image.fromarray(rng.integers(0, 256, (12, 16, 3), dtype=np.uint8))
     picture = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC)).astype(np.int16)
     noisy = picture + rng.integers(-12, 13, picture.shape, dtype=np.int16)
-    Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(path, quality=90)
+    Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(path, quality=90, progressive=progressive)
 
 
 def options_of(subject: str, description: str) -> argparse.ArgumentParser:
@@ -62,8 +64,8 @@ def options_of(subject: str, description: str) -> argparse.ArgumentParser:
 
 
 def skip(options: argparse.Namespace, reason: str) -> int:
-    environment.save(options, {"skipped": reason, "findings": []})
-    print(f"skipped: {reason}")
+    environment.save(options, {"not_run": reason, "findings": [finding(options.subject, f"not run: {reason}")]})
+    print(f"not run: {reason}")
     return 0
 
 
@@ -100,6 +102,8 @@ def main(arguments: list[str]) -> int:
         if not on_gpu and not index.shards:
             tables["stages"] = lambda: stages(index, config, min(looked_at, batch), rounds)
             tables["parity"] = lambda: parity(index, config.image_size, looked_at)
+        if on_gpu:
+            tables["kernels"] = lambda: kernel_time(index, config, batch, device)
         print(f"{config.recipe}, {config.image_size} px, batch {batch}, {len(index)} images")
         for name, table in tables.items():
             result[name] = table()
@@ -131,13 +135,17 @@ def conclusions(d: dict) -> dict:
             if row["operation"] == "crop, flip, resize":
                 more.append(f"crop and resize differ from torchvision's by {row['mean']:.2f} levels on the mean")
         found = finding(what, f"{text}; {first}", *more, headline=headline)
+    kernels = [
+        finding(f"kernels of the input path, {what}", f"{number(row['ms'])} ms a batch")
+        for row in d.get("kernels", ())[:1]
+    ]
     name = f"{recipe}, {d['image_size']} px"
     bars = [bar(row["provider"], row[unit], ours=row["provider"].startswith("this")) for row in rows]
     plots = [plot("Input path, both views", unit, {name: bars})]
     if "stages" in d:
         stages = {name: [bar(row["stage"], row["its own"]) for row in d["stages"]]}
         plots.append(plot("Its stages", "CPU ms/image", stages, name="stages"))
-    return {"findings": [found], "plots": plots, **result}
+    return {"findings": [found, *kernels], "plots": plots, **result}
 
 
 # Images per second and processor time, side by side
@@ -174,6 +182,31 @@ def rates(index, config, batch, batches, rounds, device, cores) -> list[dict]:
     if find_spec("ffcv") is None:
         rows.append(dict.fromkeys(rows[0]) | {"provider": "FFCV: not installed"})
     return rows
+
+
+def kernel_time(index, config, batch, device, batches=8) -> list[dict]:
+    """The kernels of this loader by their time a batch, those of decoding by the cores included: what it takes away
+    from the training."""
+    threads = Ranks(0, 1, 1, device).threads()
+    loader = Loader(
+        index, config.augmentation, image_size=config.image_size, batch_size=batch, seed=0, device=device,
+        threads=threads,
+    )  # fmt: skip
+    given = loader.batches(0, batches + 2 * AHEAD)
+    for _ in range(AHEAD):
+        next(given)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(batches):
+            next(given)
+        torch.cuda.synchronize(device)
+    given.close()
+    events = [event for event in profiler.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
+    rows = [
+        {"kernel": event.key[:80], "calls": event.count / batches, "ms": event.self_device_time_total / batches / 1e3}
+        for event in sorted(events, key=lambda event: -event.self_device_time_total)
+    ]
+    total = {"kernel": "all, per batch", "calls": sum(r["calls"] for r in rows), "ms": sum(r["ms"] for r in rows)}
+    return [total, *rows[:20]]
 
 
 def drain(batches, batch) -> tuple[float, float]:

@@ -23,6 +23,7 @@ import functools
 import gc
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -146,11 +147,11 @@ def time_in_turns(modes: dict[str, Synthetic], config: Config, device: torch.dev
     return result
 
 
-def where_time_goes(run: Callable, device: torch.device, seconds: float) -> dict:
+def where_time_goes(run: Callable, device: torch.device, seconds: float, trace: Path | None = None) -> dict:
     """The ``TOP`` kernels (on a CPU: operations) of ``run`` by their own time, and the share of sampling and gathering.
 
     On a GPU shares are of the kernels' total time; ``idle_share`` is the part without a kernel of the ``seconds`` that
-    ``run`` takes where no profiler slows its launches down.
+    ``run`` takes where no profiler slows its launches down. ``trace``: a file for the whole, for Perfetto.
     """
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
@@ -158,6 +159,8 @@ def where_time_goes(run: Callable, device: torch.device, seconds: float) -> dict
         wait(device)
         run()
         wait(device)
+    if trace is not None:
+        profiler.export_chrome_trace(str(trace))
     where = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
     events = [e for e in profiler.key_averages() if e.device_type == where and not (on_gpu and e.is_user_annotation)]
     own = {e.key: (e.self_device_time_total if on_gpu else e.self_cpu_time_total) for e in events}  # microseconds
@@ -225,6 +228,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--modes", choices=MODES, nargs="+", help="default: graph, compiled and eager on a GPU, others on a CPU"
     )
     parser.add_argument("--variants", nargs="*", metavar="NAME", help="instead: bench/variants, all or these")
+    parser.add_argument("--trace", type=Path, help="file for the first mode's profile in whole, .json or .json.gz")
     return parser.parse_args(arguments)
 
 
@@ -239,7 +243,7 @@ def main(arguments: list[str]) -> int:
     names = options.modes or (MODES[:1:-1] if device.type == "cuda" else MODES[:-1])
     result = {"recipe": config.recipe, "model": config.model, "groups": config.groups}
     if options.smoke:  # a compiler for C++ takes longer than all the rest
-        config, turns, names = dataclasses.replace(config, batch_size=2, **SMALL), 2, names[:-1]
+        config, turns, names = dataclasses.replace(config, batch_size=2, **SMALL), 2, _quick(names)
         result |= SMALL
     work = sum(operation.flop for operation in roofline.operations(config, 4)) / config.batch_size
     result |= {"batch_size": config.batch_size, "flop_per_pair": work}
@@ -263,11 +267,18 @@ def main(arguments: list[str]) -> int:
     environment.save(options, result)
     for mode, synthetic in modes.items():
         seconds = result[mode]["step_seconds"]["p50"] * config.groups
-        result[mode]["profile"] = where_time_goes(synthetic.batch, device, seconds)
+        result[mode]["profile"] = where_time_goes(
+            synthetic.batch, device, seconds, options.trace if mode == names[0] else None
+        )
         show_profile(mode, result[mode]["profile"])
     environment.save(options, result)
     show(result, modes)
     return 0
+
+
+def _quick(names: Iterable[str]) -> list[str]:
+    """Without the one that is compiled."""
+    return [name for name in names if name != "compiled"] or ["eager"]
 
 
 def show_profile(mode: str, profiled: dict) -> None:

@@ -94,7 +94,7 @@ def test_a_newcomer_runs_every_command(places, tmp_path_factory, monkeypatch, ca
 
 
 def test_other_commands_are_understood():
-    """Those of clusters, by the parser; the benchmarks by name: ``bench/device.sh --smoke`` runs them."""
+    """Those of clusters, by the parser; the benchmarks by name: ``bench/device.sh`` runs them."""
     for name, arguments, _ in commands(line for block in BLOCKS if "#SBATCH" in block for line in block.splitlines()):
         PROGRAMS[name].parse([word for word in arguments if word != "&"])
     subjects = re.findall(r"python -m bench (\w+)", README)

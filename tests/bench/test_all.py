@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 from conftest import ROOT
 
@@ -47,8 +48,46 @@ def test_no_speed_behind_failing_tests_and_on_after_failures(tmp_path, monkeypat
     assert [row["what"] for row, _ in tables.findings(read(tmp_path))] == ["machine (refused)"]
 
 
+def test_no_speed_in_a_stage_whose_tests_fail(tmp_path, monkeypatch, capsys):
+    """And what was not run is no success; in a smoke run it is no failure."""
+    parts = (
+        everything.Part("machine", "machine", 60, speed=False), everything.Part("tests", "gpu_tests", 60, speed=False),
+        everything.Part("sanitizer", "sanitizer", 60, speed=False), everything.Part("step", "step --trace TRACE", 60),
+    )  # fmt: skip
+    monkeypatch.setitem(everything.STAGES, 1, parts)
+    monkeypatch.setattr(everything, "graphics_card", lambda: "card")
+    limits, code = {}, {"gpu_tests": 1}
+
+    def stream(command, limit, say):
+        limits[command[3]] = limit
+        result = {"subject": command[3], "machine": {}} | ({"not_run": "2 tests"} if command[3] == "gpu_tests" else {})
+        Path(command[-1]).write_text(json.dumps(result))
+        if command[3] == "step":
+            assert command[4:6] == ["--trace", str(tmp_path / "step.trace.json.gz")]
+        return code.get(command[3], 0)
+
+    monkeypatch.setattr(everything, "stream", stream)
+
+    def states(*more):
+        failed = everything.main(["--stage", "1", "--out", str(tmp_path), *more])
+        return failed, dict(re.findall(r"^(\w+) +\d+ s  (.*)$", capsys.readouterr().out, re.MULTILINE))
+
+    failed, ended = states()
+    assert (failed, ended["tests"], ended["sanitizer"]) == (2, "failed, exit code 1", "ok")
+    assert ended["step"] == "not measured: its tests failed" and "step" not in limits and limits["machine"] == 60
+    assert json.loads((tmp_path / "step.json").read_text())["tests"] == "failed"
+    code.clear()
+    failed, ended = states()
+    assert (failed, ended["tests"], ended["step"]) == (1, "not run: 2 tests", "ok")
+    assert json.loads((tmp_path / "step.json").read_text())["tests"] == "not run", "by those that were skipped"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert states("--smoke")[0] == 0
+
+
 def test_every_part_names_tests_that_exist():
-    for part in everything.PARTS:
-        for test in part.tests:
+    for part in (*everything.PARTS, *(part for stage in everything.STAGES.values() for part in stage)):
+        for test in (*part.tests, *re.findall(r"\S+/test_\w+\.py|test_\w+\.py", part.arguments)):
             file, _, name = test.partition("::")
             assert f"def {name}" in (ROOT / "tests" / file).read_text(), test
+    for stage in everything.STAGES.values():
+        assert sum(part.seconds for part in stage) < 1.3 * everything.STAGE_LIMIT  # they seldom need their limits

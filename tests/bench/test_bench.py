@@ -4,46 +4,76 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import ONE_THREAD, ROOT, run_program
+from conftest import ROOT, run_program
 
 import kernels
-from bench import environment
+from bench import counters, environment, sanitizer
 from bench.compile import compiled_rows
 from bench.kernels import GROUPS, POWER, Size, batch_of_boxes, sample_one_by_one, sample_with_multinomial
 from bench.report import tables
 from bench.report.results import read
 from bench.train import balance
 
-RESULTS = {
-    "machine": {"copy_bytes_per_second", "flop_per_second"},
-    "gpu_tests": {"passed", "failed", "skipped", "tests"},
-    "kernels": {"copy_bytes_per_second", "rows"},
-    "step_vit_b": {"recipe", "flop_per_pair", "peak_flop_per_second", "plain", "eager"},
-    "pipeline": {"recipe", "rates", "stages", "parity"},
-    "train": {"pairs_per_second", "data_wait", "metrics"},
+STAGES = {  # keys that the result of each part has to have, where it is run
+    1: {
+        "machine": {"copy_bytes_per_second", "flop_per_second"},
+        "gpu_tests": {"passed", "failed", "skipped", "tests", "not_run"},
+        "sanitizer": {"rows", "not_run"},
+        "step_vit_s": {"recipe", "flop_per_pair", "peak_flop_per_second", "eager"},
+        "step_vit_s_2048": {"recipe", "flop_per_pair", "peak_flop_per_second", "eager"},
+    },
+    2: {
+        "products": {"rows", "best_flop_per_second"},
+        "kernels": {"copy_bytes_per_second", "rows"},
+        "counters": {"rows", "not_run"},
+        "step_vit_b": {"recipe", "flop_per_pair", "peak_flop_per_second", "eager"},
+        "collectives": {"alone", "two"},
+    },
+    3: {
+        "data_tests": {"passed", "failed", "skipped", "tests", "not_run"},
+        "kinds": {"rows"},
+        "host": {"next_ms", "checkpoint_ms"},
+        "pipeline": {"recipe", "rates", "stages", "parity"},
+        "train": {"pairs_per_second", "data_wait", "metrics"},
+    },
 }
+# All parts in one process, where each would import torch again. ``--variants`` is run by a test of its own.
+STAGE = """
+import contextlib, io, sys
+sys.modules |= dict.fromkeys({blocked})
+from bench import all as everything
+from bench.__main__ import main
+
+def stream(command, limit, say):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        code = 0 if "--variants" in command else main(command[3:])
+    for line in said.getvalue().splitlines():
+        say(line)
+    return code
+
+everything.stream = stream
+sys.exit(everything.main(["--smoke", "--stage", "{stage}", "--out", "{folder}"]))
+"""
 
 
-def device_script(*arguments, **environment):
-    return subprocess.run(
-        [ROOT / "bench/device.sh", *arguments],
-        capture_output=True, text=True, timeout=300, env=os.environ | ONE_THREAD | environment,
-    )  # fmt: skip
-
-
-def test_device_script_runs_every_part(tmp_path):
-    done = device_script("--smoke", OUT=str(tmp_path), PYTHON=sys.executable)
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr}"
-    ended = re.findall(r"^(\w+) +\d+ s  (.*)$", done.stdout, re.MULTILINE)
-    assert ended == [(part, "ok") for part in RESULTS]
-    assert (tmp_path / "log.txt").read_text() == done.stdout
-    for part, keys in RESULTS.items():
+@pytest.mark.parametrize("stage, blocked", [(1, ["tyro", "nvidia.dali"]), (2, ["tyro", "nvidia.dali"]), (3, [])])
+def test_stages_run_every_part(tmp_path, stage, blocked):
+    """Without DALI and tyro where those are not needed."""
+    done = run_program("-c", STAGE.format(blocked=blocked, stage=stage, folder=tmp_path), CUDA_VISIBLE_DEVICES="")
+    ended = dict(re.findall(r"^(\w+) +\d+ s  (.*)$", done.stdout, re.MULTILINE))
+    wanted = STAGES[stage]
+    assert set(ended) - {"variants"} == set(wanted)
+    for part, state in ended.items():
+        assert state.startswith("not run: " if "not_run" in wanted.get(part, ()) else "ok"), (part, state)
+    files = {path.name for path in tmp_path.iterdir()}
+    assert f"log_{stage}.txt" in files and len(files) <= 8 and ("step_vit_s.trace.json.gz" in files) == (stage == 1)
+    for part, keys in wanted.items():
         text = (tmp_path / f"{part}.json").read_text()
         assert not re.search(rf"{ROOT}|/home|/root|/tmp", text), f"{part}.json names a path of this machine"
         result = json.loads(text)
@@ -58,7 +88,50 @@ def test_device_script_runs_every_part(tmp_path):
         result.data["scale"] = "full"
         assert result.data["findings"] and all(plot["panels"] for plot in result.data.get("plots", ()))
     ((_, _, table),) = tables.by_machine(results)
-    assert len(table) == 1 + sum(len(result.data["findings"]) for result in results)
+    said = {row["what"] for result in results for row in result.data["findings"]}
+    assert len(table) == 1 + len(said)  # of several with the same words, the newest
+
+
+def test_the_device_script_takes_a_stage(tmp_path):
+    """Its environment and arguments, by an interpreter that says what it got."""
+    (tmp_path / "python").write_text('#!/bin/sh\necho "$@" "$TORCHINDUCTOR_CACHE_DIR" "$TRITON_CACHE_DIR"\n')
+    (tmp_path / "python").chmod(0o755)
+
+    def script(*arguments):
+        given = {"OUT": "there", "PYTHON": str(tmp_path / "python"), "TRITON_CACHE_DIR": "kept"}
+        kept = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+        command = [ROOT / "bench/device.sh", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, env=kept | given)
+
+    done = script("2", "--smoke")
+    assert done.stdout == f"-m bench all --stage 2 --smoke --out there {ROOT}/runs/compiled/inductor kept\n"
+    for wrong in ((), ("4",), ("--smoke",), ("1", "2"), ("1", "--quick")):
+        assert script(*wrong).returncode == 2 and "usage" in script(*wrong).stderr
+
+
+def test_what_sanitizer_and_counters_say():
+    """By lines as these tools write them."""
+    both = ("sample_views", "update")
+    clean = "========= COMPUTE-SANITIZER\nsample_views\nupdate\n========= ERROR SUMMARY: 0 errors\n"
+    assert sanitizer.outcome(clean, 0, both) == {"errors": 0}
+    wrong = clean.replace("0 errors", "3 errors")
+    assert sanitizer.outcome(wrong, 1, both) == {"errors": 3}
+    assert sanitizer.outcome(clean.replace("update\n", ""), 0, both)["not_run"].startswith(
+        "ended with exit code 0 after 1"
+    )
+    assert "Device not supported" in sanitizer.outcome("========= Error: Device not supported\n", 255, both)["not_run"]
+    races = "sample_views\n========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n"
+    assert sanitizer.outcome(races, 0, both[:1]) == {"errors": 0}
+    assert "not done" in sanitizer.outcome("sample_views\n", 124, both)["not_run"]
+    names = list(counters.METRICS.values())
+    page = '==PROF== Connected\n"ID","Kernel Name","' + '","'.join(names) + '"\n"","","byte"\n'
+    page += '"0","_gather_kernel","1,000","24","","","3","2","5e3"\n'
+    (row,) = counters.counted(page)
+    assert row == {
+        "kernel": "_gather_kernel", "dram_bytes_read": 1000, "dram_bytes_written": 24, "load_sectors": 3,
+        "load_requests": 2, "ns": 5000,
+    }  # fmt: skip
+    assert counters.counted("==ERROR== LibraryNotLoaded\n") == []
 
 
 def test_a_result_says_what_makes_it(monkeypatch):
@@ -120,15 +193,6 @@ def test_alternatives_sample_by_the_same_law():
         difference = overlaps[name] - overlaps["sample_views"]
         error = difference.std() / size.batch**0.5
         assert abs(difference.mean()) < 5 * error, f"{name}: {difference.mean():.5f} +- {error:.5f}"
-
-
-def test_step_and_kernels_need_no_dali_and_no_tyro():
-    code = (
-        "import sys; sys.modules |= {'nvidia.dali': None, 'tyro': None}\n"
-        "import bench.attention, bench.compile, bench.kernels, bench.machine\n"
-        "import bench.pipeline, bench.soak, bench.step, bench.train\n"
-    )
-    assert run_program("-W", "error::UserWarning", "-c", code).stdout == ""
 
 
 @pytest.mark.parametrize("arguments, code", [([], 0), (["nothing"], 2)])

@@ -1,0 +1,94 @@
+"""Every kernel once, for tools that look at each launch: ``bench sanitizer`` and ``bench counters`` run this."""
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+import kernels
+from bench import environment
+from bench.kernels import GROUPS, MEAN, POWER, SIZES, SMOKE_SIZES, STD, batch_of_boxes
+from bench.variants import columns, mlp
+from run.recipes import RECIPES
+from run.training import Training
+
+NAMES = (
+    "sample_views", "patch_overlap", "gather_patches", "attention", "update", "layer_norm", "gelu", "columns", "mlp",
+)  # fmt: skip
+HEADS = 6
+
+
+def calls(device: torch.device, *, small: bool) -> dict[str, Callable]:
+    """By ``NAMES``, at the sizes of ViT-S/16 at batch 512, or ``small``; "layer_norm" and "gelu" are torch's backward
+    passes, "columns" and "mlp" kernels of ``bench/variants``. In bfloat16 on a GPU."""
+    size = (SMOKE_SIZES if small else SIZES)[0]
+    config = RECIPES["imagenet-vit-s"]
+    if small:
+        config = dataclasses.replace(RECIPES["toy"], depth=1, head_hidden=32, ema=0.9, clip="vector")
+    half = torch.bfloat16 if device.type == "cuda" else torch.float32
+    boxes, flips, sample = batch_of_boxes(size.batch, device)
+    shape = {"grid": size.grid, "keep": size.keep, "groups": GROUPS, "power": POWER, "seed": 0, "epoch": 0}
+    side, tokens, width = size.side * size.patch, 2 * size.batch * (size.keep + 1), 64 * HEADS
+
+    def random(*shape, **more):
+        return torch.randn(shape, device=device, dtype=half, **more)
+
+    def drawn():
+        return kernels.sample_views(boxes, flips, sample, **shape)
+
+    def overlap():
+        kernels.patch_overlap(boxes, flips, drawn()[0], grid=size.grid)
+
+    def gather():
+        crops = [torch.randint(0, 256, (size.batch, side, side, 3), dtype=torch.uint8, device=device) for _ in range(2)]
+        kernels.gather_patches(crops, torch.stack(drawn()), patch=size.patch, mean=MEAN, std=STD, dtype=half)
+
+    def attention():
+        qkv = random(2 * size.batch, size.keep + 1, 3 * width, requires_grad=True)
+        out = kernels.attention(qkv, heads=HEADS)
+        out.backward(random(*out.shape))
+
+    def update():
+        training = Training(config, device, compiled=False)
+        training.flat.gradient.normal_()
+        training.optimizer.set_rates(1e-3, 0.99)
+        training.optimizer.step()
+
+    def backward(function, numbers):
+        x = random(tokens, numbers, requires_grad=True)
+        function(x).backward(random(tokens, numbers))
+
+    def with_columns():
+        columns.gelu_backward(random(tokens, 4 * width), random(tokens, 4 * width))
+        x, mean, deviation = random(tokens, width), *torch.rand(2, tokens, 1, device=device)
+        columns.norm_backward(random(tokens, width), random(tokens, width), x, mean, deviation, random(width))
+        qkv = random(2 * size.batch, size.keep + 1, 3 * width)
+        columns.attention_backward(qkv, random(2 * size.batch, size.keep + 1, width), HEADS)
+
+    def products():
+        x, up, down = random(tokens, width), random(4 * width, width), random(width, 4 * width)
+        _, slope = mlp.up(x, up, random(4 * width))
+        mlp.down_backward(x, down, slope)
+
+    norm = torch.nn.LayerNorm(width, device=device, dtype=half)
+    found = (
+        drawn, overlap, gather, attention, update, lambda: backward(norm, width), lambda: backward(F.gelu, 4 * width),
+        with_columns, products,
+    )  # fmt: skip
+    return dict(zip(NAMES, found, strict=True))
+
+
+def main(arguments: list[str]) -> int:
+    options = environment.parser("once", "Every kernel once.")
+    options.add_argument("--kernels", choices=NAMES, nargs="+", default=list(NAMES))
+    options.add_argument("--small", action="store_true", help="at small sizes")
+    options = options.parse_args(arguments)
+    device = environment.device()
+    found = calls(device, small=options.small or options.smoke)
+    for name in options.kernels:
+        found[name]()  # compiles; what a tool looks at comes twice then
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        print(name, flush=True)
+    return 0
