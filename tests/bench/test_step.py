@@ -31,7 +31,7 @@ def test_plain_form_takes_the_steps_of_training(changes):
 
     Of random crops, one set in thirty parts by 1e-3: class tokens begin near 0, and norms blow up what they differ by.
     """
-    torch.manual_seed(0)
+    torch.manual_seed(4)
     config = dataclasses.replace(STEP, precision="float32", clip_momentum=0.7, clip_alpha=0.8, **changes)
     ours, plain = (Synthetic(config, CPU, mode=mode) for mode in ("float32", "plain"))
     network = ours.training.network
