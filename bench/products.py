@@ -111,7 +111,7 @@ def rows_of(recipe: str, batch: int, device: torch.device, seconds: float) -> li
             try:
                 callable(call) and call()
             except Exception as error:  # one that fails stops no other
-                calls[key] = f"failed: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
+                calls[key] = f"failed: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         times = measure({key: call for key, call in calls.items() if callable(call)}, device, seconds=seconds)
         for (what, how), call in calls.items():
             row = {"recipe": recipe, "layer": name, "shape": f"{rows} x {i} x {o}", "pass": what, "how": how}

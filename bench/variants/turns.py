@@ -1,5 +1,7 @@
 """``bench step --variants``: each variant alone, then those that pay together, in turns with train.py's step.
 
+Those from which most is expected come first; the result is written after each, so that what is cut off has less to say.
+
 Before it is timed, a variant takes the first steps from the same weights on the same patches as the base has:
 
 - ``loss_difference``: the largest of those steps, relative; ``exact`` variants may differ by what the base's losses
@@ -10,8 +12,9 @@ Before it is timed, a variant takes the first steps from the same weights on the
   ``key_cosine_wanted``, at weights of the start, where batch normalisation blows up what little images differ by. What
   their network is worth says only the k-NN accuracy of a run.
 
-``together``: those that saved time on a GPU, of two that change the same place the better one; on a CPU, where times
-say nothing, all that ran. What cannot be run is "not run", with the reason, and counts as nothing else.
+``together``: those within their tolerance that saved time on a GPU, of two that change the same place the better one;
+on a CPU, where times say nothing, all that ran. What cannot be run is "not run", with the reason, and counts as nothing
+else.
 """
 
 import dataclasses
@@ -104,14 +107,24 @@ def one(
     return synthetic, course(synthetic)
 
 
+def let_go(device: torch.device) -> None:
+    """Memory of what is gone, which graphs could not take from where it is kept."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 def measure(config: Config, device: torch.device, names: list[str], turns: int, save: Callable[[list], None]) -> list:
     """A row for each variant and for those together; ``save`` gets what there is after each of them."""
     mode, rows = "graph" if device.type == "cuda" else "eager", []
     float32, exact = one(config, device, "float32")
     loaded = float32.loaded
     del float32
+    let_go(device)
     base, first = one(config, device, mode, loaded)
     half, on_gpu = base.training.half, device.type == "cuda"
+    for _ in range(2 * on_gpu):  # until graphs are recorded
+        base.batch()
     place = PREDICTED.get(config.recipe) if on_gpu and config.batch_size == 512 and not config.depth else None
 
     def row_of(what: str, applied: list[str]) -> dict:
@@ -121,9 +134,7 @@ def measure(config: Config, device: torch.device, names: list[str], turns: int, 
         missing = [reason for name in applied if (reason := BY_NAME[name].missing(base.training))]
         if missing or not applied:
             return row | {"not_run": "; ".join(missing) or "no variant saved time"}
-        if on_gpu:
-            gc.collect()
-            torch.cuda.empty_cache()
+        let_go(device)
         try:
             other, found = one(config, device, mode, loaded, applied)
             row |= compare(found, first, exact, applied, half=half)
@@ -131,18 +142,17 @@ def measure(config: Config, device: torch.device, names: list[str], turns: int, 
                 other.batch()
             times = time_in_turns({"plain": base, what: other}, config, device, turns)
         except Exception as error:  # one that fails stops no other
-            return row | {"failed": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"}
+            return row | {"failed": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"}
         if recorded := getattr(other.training, "recorded", None):
             row["in_a_graph"] = not recorded.failed
         saved = (times["plain"]["step_seconds"]["p50"] - times[what]["step_seconds"]["p50"]) * 1e3
         row |= {"base": times["plain"]["step_seconds"], "step_seconds": times[what]["step_seconds"]}
         return row | {"times_base": times[what]["times_plain"], "saved_ms": saved}
 
-    for name in names:
-        if name not in SLOW:
-            rows.append(row_of(name, [name]))
-            save(rows)
-    ran = [row for row in rows if "saved_ms" in row and (row["saved_ms"] > 0 or not on_gpu)]
+    for name in sorted(set(names) - SLOW, key=lambda name: (-BY_NAME[name].predicted[0], name)):
+        rows.append(row_of(name, [name]))
+        save(rows)
+    ran = [row for row in rows if "saved_ms" in row and row["within"] and (row["saved_ms"] > 0 or not on_gpu)]
     best = sorted(ran, key=lambda row: -row["saved_ms"] if on_gpu else 0)
     rows.append(row_of("together", compatible([row["name"] for row in best])))
     save(rows)

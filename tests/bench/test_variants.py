@@ -16,7 +16,10 @@ from bench.variants import blocks, columns, compiled, mlp
 from bench.variants.changes import BY_NAME, VARIANTS, apply, compatible
 from bench.variants.turns import SMALL, course
 from run.recipes import RECIPES
+from run.training import Training
 from tests.kernels.interpreter import interpret, with_constant
+from tests.run.test_recorded import on_paper, recording, steps  # noqa: F401
+from tests.run.test_training import CONFIG as TRAINING
 
 CPU = torch.device("cpu")
 CONFIG = dataclasses.replace(RECIPES["imagenet-vit-s"], precision="float32", **SMALL)
@@ -123,6 +126,19 @@ def test_compiled_as_one_graph():
             synthetic.batch()
         updated.append(training.flat.values)
     torch.testing.assert_close(*updated, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("on_paper")
+def test_recorded_steps_are_the_steps():
+    """Bit for bit, all together, as CUDA graphs would repeat them: scales that follow, a stream, tokens handed over."""
+    found = []
+    for how in (Training, recording):
+        training = how(dataclasses.replace(TRAINING, frozen_patch_embed=True, depth=2), CPU)
+        missing = {v.name for v in VARIANTS if v.missing(training)}
+        apply(compatible(["fp8-keys", "fused-mlp", *(name for name in BY_NAME if name not in missing)]), training)
+        found.append(steps(training, 3))
+    assert len(training.recorded.graphs) == 4 and not training.recorded.failed
+    assert torch.equal(*found)
 
 
 def test_fp8_numbers():
