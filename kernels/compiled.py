@@ -28,7 +28,7 @@ def compile_for(capability, *, grid=(14, 14), keep=49, groups=4, patch=16, heads
     half = f"*{dtype}"
     cover = overlap.tile(grid, keep, groups)
     attention = short_attention.tile(keep + 1, 64 * heads, heads)
-    for_shared, for_update = update.sizes(rule, 16, update.VECTOR, keys=True, copies=True)
+    for_shared, for_update = update.sizes(rule, 16, update.VECTOR.value, keys=True, copies=True)
     for name, kernel, sizes, types in (
         ("sample_views", sampling._sample_kernel, cover | {"SORT": True}, {}),
         ("patch_overlap", overlap._overlap_kernel, dict(cover), {"out": "*fp32"}),

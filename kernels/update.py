@@ -33,7 +33,7 @@ from kernels.checks import INTERPRET, check_tensor
 
 BLOCK, WARPS = 1024, 4  # parameters of a program, 32 bytes a lane and tensor; not yet measured on a GPU
 CHUNK = 512  # sums of blocks that are added at a time
-OFF, NORM, VECTOR = 0, 1, 2  # the clip
+OFF, NORM, VECTOR = (tl.constexpr(kind) for kind in range(3))  # the clip
 # What all units share, in the order of ``_shared_kernel``'s output; behind it the factor of each unit's gradient.
 SHARED = tl.constexpr(5)
 
@@ -100,7 +100,7 @@ def _shared_kernel(
     weight = tl.where(before > 0, 1 - MOMENTUM, 1.0)
     if CLIP:
         previous = tl.load(average + unit, mask=known, other=0.0)
-        if CLIP == 1:
+        if CLIP == NORM:
             tl.store(average + unit, previous + weight * (norm - previous), mask=unit < units * right)
         limit = tl.where(before > 0, ALPHA * previous, float("inf"))
         tl.store(out + SHARED + unit, tl.where(norm > limit, previous / norm, 1.0), mask=known)
@@ -129,7 +129,7 @@ def _update_kernel(
     o = tl.multiple_of(tl.load(starts + block), 16) + tl.arange(0, BLOCK)
     m = o < tl.multiple_of(end, 16)
     g = tl.load(gradient + o, mask=m, other=0.0)
-    if CLIP == 2:
+    if CLIP == VECTOR:
         a = tl.load(average + o, mask=m, other=0.0)
         tl.store(average + o, a + weight * (g - a), mask=m)
     if CLIP:
@@ -187,7 +187,8 @@ def _launch_norms(flats, bounds):
 
 def sizes(rule, units, clip, keys, copies):
     """The constants of the last two kernels."""
-    shared = {"LOG_BETA1": math.log2(rule.beta1), "LOG_BETA2": math.log2(rule.beta2), "DECAY": rule.decay}
+    log1, log2 = (math.log2(max(beta, 1e-300)) for beta in (rule.beta1, rule.beta2))
+    shared = {"LOG_BETA1": log1, "LOG_BETA2": log2, "DECAY": rule.decay}
     shared |= {"MOMENTUM": rule.clip_momentum, "ALPHA": rule.alpha, "CLIP": clip}
     shared |= {"UNITS": triton.next_power_of_2(units), "num_warps": 1}
     one = {"BETA1": rule.beta1, "BETA2": rule.beta2, "EPS": rule.eps, "CLIP": clip, "KEYS": keys, "COPIES": copies}
@@ -197,14 +198,14 @@ def sizes(rule, units, clip, keys, copies):
 def _launch(state, gradient, norms, rates, bounds, rule):
     state, rule = State(*state), Rule(*rule)
     starts, ends, units, _ = _blocks(tuple(bounds), gradient.device)
-    clip = OFF if not len(state.average) else VECTOR if len(norms) == 2 else NORM
+    clip = (OFF if not len(state.average) else VECTOR if len(norms) == 2 else NORM).value
     finite = torch.empty(1, dtype=torch.bool, device=gradient.device)
     shared = torch.empty(SHARED.value + norms.shape[1], dtype=torch.float32, device=gradient.device)
     for_shared, for_update = sizes(rule, norms.shape[1], clip, len(state.keys) > 0, len(state.copies) > 0)
     with torch.cuda.device_of(gradient):
         _shared_kernel[(1,)](
-            norms, rates, state.step, norms[1] if clip == VECTOR else state.average, shared, finite.view(torch.uint8),
-            norms.shape[1], **for_shared,
+            norms, rates, state.step, norms[1] if clip == VECTOR.value else state.average, shared,
+            finite.view(torch.uint8), norms.shape[1], **for_shared,
         )  # fmt: skip
         if len(starts):
             _update_kernel[(len(starts),)](

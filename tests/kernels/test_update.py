@@ -10,6 +10,7 @@ from kernels.update import Rule, State
 from tests.kernels.interpreter import interpret
 
 RULE = Rule(beta1=0.8, beta2=0.99, eps=1e-8, decay=0.3, clip_momentum=0.4, alpha=1.05)
+NO_MOMENTUM = RULE._replace(beta1=0.0, beta2=0.0)
 BOUNDS = 0, 1616, 1680, 1680, 5120  # units of more than a block, of less, of nothing; the last is not shared with keys
 
 
@@ -45,15 +46,15 @@ CASES = {
 }
 
 
-def updated(state, gradient, rates):
+def updated(state, gradient, rates, rule=RULE):
     """The state after a step, none of the arguments changed, and whether the gradient was finite."""
     state = State(*(x.clone() for x in state))
     flats = [gradient, state.average] if len(state.average) == len(gradient) else [gradient]
     norms = kernels.unit_norms(flats, bounds=BOUNDS)
-    return *state, kernels.update_parameters(state, gradient.clone(), norms, rates, bounds=BOUNDS, rule=RULE)
+    return *state, kernels.update_parameters(state, gradient.clone(), norms, rates, bounds=BOUNDS, rule=rule)
 
 
-def restated(state, gradient, rates):
+def restated(state, gradient, rates, rule=RULE):
     """The same by the equations, in float64, unit by unit, with what is to be rounded in place of the copies."""
     if not gradient.isfinite().all():
         return *state, torch.tensor(False)
@@ -65,26 +66,27 @@ def restated(state, gradient, rates):
         before, measured = average[part].clone(), g if vector else g.norm()
         average[part] = measured
         if t > 1:
-            average[part] = RULE.clip_momentum * before + (1 - RULE.clip_momentum) * measured
-            if g.norm() > RULE.alpha * before.norm():
+            average[part] = rule.clip_momentum * before + (1 - rule.clip_momentum) * measured
+            if g.norm() > rule.alpha * before.norm():
                 used[a:b] = g * before.norm() / g.norm()
-    first = RULE.beta1 * first + (1 - RULE.beta1) * used
-    second = RULE.beta2 * second + (1 - RULE.beta2) * used**2
-    direction = first / (1 - RULE.beta1**t) / ((second / (1 - RULE.beta2**t)).sqrt() + RULE.eps)
-    values = (1 - rate * RULE.decay) * values - rate * direction
+    first = rule.beta1 * first + (1 - rule.beta1) * used
+    second = rule.beta2 * second + (1 - rule.beta2) * used**2
+    direction = first / (1 - rule.beta1**t) / ((second / (1 - rule.beta2**t)).sqrt() + rule.eps)
+    values = (1 - rate * rule.decay) * values - rate * direction
     keys = keys + share * (values[: len(keys)] - keys)
     copies = (values[: len(state.copies)], keys[: len(state.key_copies)])
     return values, first, second, torch.tensor(t), average, keys, *copies, torch.tensor(True)
 
 
-def check(found, args, atol=5e-7):
+def check(found, args, rule=RULE):
     """Within a few roundings of float32: sums in another order, products added with one rounding or with two. A state
     that no step has changed, and the copies of what the kernel itself computed, are the same bits."""
-    finite = restated(*args)[-1]
-    for name, one, other in zip((*State._fields, "finite"), found, restated(*args), strict=True):
+    expected = restated(*args, rule)
+    finite = expected[-1]
+    for name, one, other in zip((*State._fields, "finite"), found, expected, strict=True):
         one, other = one.cpu(), other.to(one.dtype)
         if finite and name not in ("copies", "key_copies"):
-            torch.testing.assert_close(one, other, rtol=1e-6, atol=atol, msg=lambda said, name=name: f"{name}: {said}")
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=5e-7, msg=lambda said, name=name: f"{name}: {said}")
         elif not finite:
             assert torch.equal(one, other), name
     values, keys, copies, key_copies = (found[State._fields.index(x)] for x in ("values", "keys", *State._fields[-2:]))
@@ -96,7 +98,8 @@ def check(found, args, atol=5e-7):
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory):
     calls = [(updated, arguments(*case), {}) for case in CASES.values()]
-    return dict(zip(CASES, interpret(calls, tmp_path_factory.mktemp("update")), strict=True))
+    calls.append((updated, arguments("norm"), {"rule": NO_MOMENTUM}))
+    return dict(zip([*CASES, "no momentum"], interpret(calls, tmp_path_factory.mktemp("update")), strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -104,6 +107,12 @@ def test_reference_and_interpreted_kernels_are_the_equations(interpreted, name):
     args = arguments(*CASES[name])
     check(updated(*args), args)
     check(interpreted[name], args)
+
+
+def test_moments_may_be_the_gradient_itself(interpreted):
+    args = arguments("norm")
+    for found in (updated(*args, NO_MOMENTUM), interpreted["no momentum"]):
+        check(found, args, rule=NO_MOMENTUM)
 
 
 @pytest.mark.gpu
@@ -137,7 +146,9 @@ def test_operators_keep_what_differs_from_step_to_step_out_of_a_graph():
     torch.library.opcheck(
         torch.ops.aps.update_parameters.default, (list(state), gradient, norms, rates, list(BOUNDS), list(RULE))
     )
-    graph = make_fx(updated)(*arguments("vector", wrong=math.nan))
+    graph = make_fx(lambda state, gradient, rates: updated(state, gradient, rates))(
+        *arguments("vector", wrong=math.nan)
+    )
     for steps in (0.0, 5.0):
         args = arguments("vector", steps=steps)
         args[2].mul_(1 + steps)
