@@ -24,6 +24,7 @@ from run.loop import Loop, running
 from run.ranks import Ranks
 from run.session import named, open_output
 from run.training import Training, encoder_arguments, new_encoder, plan_patches, product_rate
+from run.window import Window
 from transfer import knn
 
 
@@ -47,13 +48,15 @@ def main(arguments: list[str]) -> None:
         f"{config.batch_size} on {ranks.count} x {ranks.device.type} in {'bfloat16' if training.half else 'float32'}, "
         f"{ranks.threads(config.threads)} input threads each{loader.decoder}"
     )
-    with running(config, ranks, loader, training, opened, about=about, rates=rates, groups=config.groups) as loop:
-        for batch, groups in loop.batches():
-            chosen = training.sample(batch, loop.step // loop.steps_per_epoch)  # [2, B, R, K]
-            patches, numbers = training.gather(batch.views, chosen)
-            for group in groups:  # the patches that one group leaves over are the views of the next
+    window = Window(training, size=config.window, redeal=config.redeal, rank=ranks.rank)
+    how = {"about": about, "rates": rates, "groups": config.groups, "window": config.window}
+    with running(config, ranks, loader, training, opened, **how) as loop:
+        for number, batches, turns in loop.windows():
+            window.fill(batches, loop.step // loop.steps_per_epoch, number)
+            for place, group in turns:  # the patches that one group leaves over are the views of the next
+                patches, chosen = window.deal(place, group)
                 rate = learning_rate(config, loop.epoch)
-                figures, finite = training.step(patches[group], numbers[group], loop.epoch)
+                figures, finite = training.step(patches, chosen, loop.epoch)
                 loop.took(figures, finite, rate)
                 if evaluation and loop.due(config.knn_every):
                     with loop.report.aside():

@@ -23,6 +23,7 @@ class Purpose(enum.IntEnum):
     REPLACEMENT = 3
     PATCHES = 4
     LABELLED = 5
+    WINDOW = 6
 
 
 def philox(counter, key):

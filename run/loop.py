@@ -7,6 +7,7 @@ A program takes the optimizer steps itself; what stands around them is the same 
             loop.took(*training.step(batch, ...), rate)
 """
 
+import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -62,9 +63,10 @@ class Loop:
 
     def __init__(
         self, config: RunConfig, ranks: Ranks, loader: Loads, training: Trains, opened: Opened, *,
-        rates: dict[str, float], groups: int,
+        rates: dict[str, float], groups: int, window: int,
     ):  # fmt: skip
-        self.config, self.ranks, self.loader, self.training, self.groups = config, ranks, loader, training, groups
+        self.config, self.ranks, self.loader, self.training = config, ranks, loader, training
+        self.groups, self.window = groups, window
         self.steps_per_epoch = loader.batches_per_epoch * groups
         self.total = min(planned(config, loader, groups), config.max_steps or sys.maxsize)
         state, opened.state = opened.state, None  # let go of here: it may be larger than the networks
@@ -89,25 +91,35 @@ class Loop:
         """Passes over the files so far, fractions included, as schedules count."""
         return self.step / self.steps_per_epoch
 
-    def batches(self) -> Iterator[tuple[Any, Iterator[int]]]:
-        """Each batch, with those of its groups that are still to be trained on: for each, a step is taken and told to
-        ``took``. A run may have stopped between two of them."""
-        first, last = self.step // self.groups, -(-self.total // self.groups)
-        for batch in self.report.waiting_for(self.loader.batches(first, last)):
-            yield batch, self._groups()
-            if self.stopped:
-                return
+    def windows(self) -> Iterator[tuple[int, Iterator[Any], Iterator[tuple[int, int]]]]:
+        """Of each window the number of its first batch, its batches, as they come, and then which of its groups are
+        still to be trained on, as (place of the batch in the window, group): for each, a step is taken and told to
+        ``took``. A run may have stopped between any two of them."""
+        first, (last, size, taken) = self._window(self.step)[0], self._window(self.total - 1)
+        last += min(size, taken + 1)  # where a run ends within a window, not all of its batches are needed
+        loaded = self.report.waiting_for(self.loader.batches(first, max(first, last)))
+        while self.step < self.total and not self.stopped:
+            number, size, _ = self._window(self.step)
+            yield number, itertools.islice(loaded, min(size, last - number)), self._turns()
 
     def steps(self) -> Iterator[Any]:
-        """A batch for each step."""
-        for batch, groups in self.batches():
-            for _ in groups:
+        """A batch for each step, of one group and a window of one."""
+        for _, (batch,), turns in self.windows():
+            for _ in turns:
                 yield batch
 
-    def _groups(self) -> Iterator[int]:
-        before = self.step // self.groups * self.groups
-        for group in range(self.step - before, min(self.groups, self.total - before)):
-            yield group
+    def _window(self, step: int) -> tuple[int, int, int]:
+        """The window of a step, counted from 0: its first batch, how many it has, which of its steps this one is.
+        Windows begin anew with every epoch, so that no image is twice in one."""
+        epoch, within = divmod(step, self.steps_per_epoch)
+        start = within // (self.window * self.groups) * self.window
+        size = min(self.window, self.loader.batches_per_epoch - start)
+        return epoch * self.loader.batches_per_epoch + start, size, within - start * self.groups
+
+    def _turns(self) -> Iterator[tuple[int, int]]:
+        _, size, taken = self._window(self.step)
+        for turn in range(taken, min(size * self.groups, taken + self.total - self.step)):
+            yield turn % size, turn // size
             self.stopped = self.stop.agreed(self.step) and self.step < self.total
             if self.step % self.config.checkpoint_every == 0 or self.step == self.total or self.stopped:
                 self.save()
@@ -147,18 +159,18 @@ class Loop:
 
     def write_skipped(self) -> Path:
         """``skipped.json``: the seed, and the files of the batches since the last log line. For all ranks."""
-        first, last = max(0, self.step - self.config.log_every) // self.groups, (self.step - 1) // self.groups
+        first = self._window(max(0, self.step - self.config.log_every))[0]
+        last, size, taken = self._window(self.step - 1)
+        last += min(size, taken + 1) - 1
         paths = self.loader.index.paths
         mine = {number: [paths[s] for s in self.loader.samples(number)] for number in range(first, last + 1)}
         parts = self.ranks.gather(mine)
-        batches = [
-            {
-                "batch": number,
-                "first_step": number * self.groups + 1,
-                "images": [path for part in parts for path in part[number]],
-            }
-            for number in mine
-        ]
+        batches = []
+        for number in mine:
+            start = self._window(number * self.groups)[0]
+            images = [path for part in parts for path in part[number]]
+            step = start * self.groups + number - start + 1
+            batches.append({"batch": number, "first_step": step, "images": images})
         file = self.config.output / "skipped.json"
         if self.ranks.first:
             content = {"seed": self.config.seed, "batches": batches}
@@ -169,15 +181,16 @@ class Loop:
 @contextmanager
 def running(
     config: RunConfig, ranks: Ranks, loader: Loads, training: Trains, opened: Opened, *, about: str,
-    rates: dict[str, float], groups: int = 1,
+    rates: dict[str, float], groups: int = 1, window: int = 1,
 ) -> Iterator[Loop]:  # fmt: skip
     """A run, within whose block its steps are taken; behind it, all of them are taken and saved.
 
     ``opened``: what ``open_output`` has returned, whose state goes into ``training``. ``about``: the first line that is
-    printed. ``rates``: see ``Report``. ``groups``: optimizer steps that each batch is good for. Asked to stop, the run
-    ends the process with ``STOPPED`` after the step, which is saved. TooManySkipped where there is no hope.
+    printed. ``rates``: see ``Report``. ``groups``: optimizer steps that each batch is good for, taken in turn over
+    a ``window`` of so many batches. Asked to stop, the run ends the process with ``STOPPED`` after the step, which is
+    saved. TooManySkipped where there is no hope.
     """
-    loop = Loop(config, ranks, loader, training, opened, rates=rates, groups=groups)
+    loop = Loop(config, ranks, loader, training, opened, rates=rates, groups=groups, window=window)
     loop.write_rejected()
     with loop.report, loop.stop:
         for line in opened.damaged:

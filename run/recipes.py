@@ -174,6 +174,11 @@ class Config(ImagesConfig):
     """Share s of the patches that each view keeps."""
     groups: int = 4
     """Disjoint groups R of patches drawn from each loaded image, one optimizer step each; at most 1 / KEEP_RATIO."""
+    window: int = 1
+    """Batches whose groups are trained on in turn, the first groups of all of them first: consecutive steps then see
+    other images. Their patches are kept on the device."""
+    redeal: bool = False
+    """Within a window, mix the images of its batches anew for each step."""
     power: float = 3.0
     """Exponent gamma of the selective sampling: 0 uniform, larger avoids the patches of the other view more (Eq. 4)."""
 
@@ -201,7 +206,7 @@ class Config(ImagesConfig):
             "head_out", "projector_layers", "predictor_layers", "mean", "std",
         ),
         "optimisation": ("lr", "warmup_epochs", "weight_decay", "betas", "clip", "clip_momentum", "clip_alpha"),
-        "method": ("keep_ratio", "groups", "power", "temperature", "ema"),
+        "method": ("keep_ratio", "groups", "window", "redeal", "power", "temperature", "ema"),
         "hardware": (
             "device", "precision", "threads", "fsdp", "compress_gradients", "grad_checkpointing", "cuda_graph",
         ),
@@ -213,7 +218,15 @@ class Config(ImagesConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("image_size", "groups", "head_hidden", "head_out", "projector_layers", "predictor_layers"):
+        for name in (
+            "image_size",
+            "groups",
+            "window",
+            "head_hidden",
+            "head_out",
+            "projector_layers",
+            "predictor_layers",
+        ):
             check(getattr(self, name) > 0, self, name, "more than 0")
         for name in ("temperature", "clip_alpha"):
             check(0 < getattr(self, name) < math.inf, self, name, "a finite number above 0")
@@ -224,6 +237,7 @@ class Config(ImagesConfig):
         )
         check(0 < self.keep_ratio <= 1, self, "keep_ratio", "a share above 0 and up to 1")
         check(0 <= self.clip_momentum < 1, self, "clip_momentum", "0 up to, not including, 1")
+        check(not self.redeal or self.window > 1, self, "redeal", "a --window of 2 or more beside it")
         check(self.ema is None or 0 <= self.ema <= 1, self, "ema", "a coefficient from 0 to 1, or None")
         check(not (self.fsdp and self.compress_gradients), self, "compress_gradients", "not with --fsdp")
         check(min(self.std) > 0 and max(self.std) < math.inf, self, "std", "three numbers above 0")

@@ -143,7 +143,7 @@ SMALL = (
     "--batch-size", "12", "--epochs", "2", "--warmup-epochs", "0.5", "--log-every", "3", "--checkpoint-every", "5",
     "--head-hidden", "32", "--head-out", "16",
 )  # fmt: skip
-MORE = ("--ema", "0.9", "--clip", "vector")
+MORE = ("--ema", "0.9", "--clip", "vector", "--window", "3", "--redeal")
 
 
 def train(data, output, *more, **how):

@@ -37,7 +37,7 @@ def test_negative_and_large_numbers_split_as_two_complement():
 
 def test_a_seed_means_the_same_in_every_version():
     """What a checkpoint or a published seed stands for: the key of each purpose, from words of known place."""
-    for number, name in enumerate(("ORDER", "BOX", "COLOUR", "REPLACEMENT", "PATCHES", "LABELLED")):
+    for number, name in enumerate(("ORDER", "BOX", "COLOUR", "REPLACEMENT", "PATCHES", "LABELLED", "WINDOW")):
         assert stream_key(2**40 + 3, -5, Purpose[name]) == philox((2**32 - 5, ONES, number, 0), (3, 2**8))[:2]
 
 

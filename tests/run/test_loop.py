@@ -70,18 +70,24 @@ class Training:
         self.seen = [tuple(what) for what in state["seen"]]
 
 
-def run(output, *, groups=1, stop_after=math.inf, training=None, loader=None, finite=lambda step: True, **options):
+def run(
+    output, *, groups=1, window=1, stop_after=math.inf, training=None, loader=None, finite=lambda step: True, **options
+):
     """A run to its end, or until it was asked to stop after a step: the exit code, and what it was trained on."""
     config = RunConfig(output=output, **{"log_every": 4} | options)
     training, loader = training or Training(), loader or Loader()
     opened = open_output(config, loader.index, ALONE)
     try:
         with running(
-            config, ALONE, loader, training, opened, about="of a test", rates={"images_per_second": 2}, groups=groups
-        ) as loop:
-            for batch, part in loop.batches():
-                for group in part:
-                    figures, good = training.step(batch, group, round(loop.epoch, 6), finite=finite(loop.step + 1))
+            config, ALONE, loader, training, opened, about="of a test", rates={"images_per_second": 2}, groups=groups,
+            window=window,
+        ) as loop:  # fmt: skip
+            for first, batches, turns in loop.windows():
+                batches = list(batches)
+                assert first == batches[0]
+                for place, group in turns:
+                    what = batches[place], group, round(loop.epoch, 6)
+                    figures, good = training.step(*what, finite=finite(loop.step + 1))
                     loop.took(figures, good, 0.5)
                     if loop.step >= stop_after:
                         loop.stop.asked = 1.0
@@ -110,24 +116,39 @@ def test_a_request_to_stop_while_files_are_waited_for_saves_too(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "groups, options", [(1, {"epochs": 2}), (3, {"epochs": 1}), (4, {"epochs": 1.5, "max_steps": 22})]
-)
-def test_wherever_a_run_is_stopped_it_takes_each_step_once_and_in_order(tmp_path, groups, options):
+    "groups, window, options",
+    [
+        (1, 1, {"epochs": 2}), (3, 1, {"epochs": 1}), (4, 1, {"epochs": 1.5, "max_steps": 22}),
+        (1, 3, {"epochs": 1}), (3, 2, {"epochs": 1.5, "max_steps": 17}), (2, 4, {"epochs": 2}), (2, 9, {"epochs": 1}),
+    ],
+)  # fmt: skip
+def test_wherever_a_run_is_stopped_it_takes_each_step_once_and_in_order(tmp_path, groups, window, options):
+    """Windows begin with every epoch, of five batches; within one, the first groups of its batches come first."""
     options |= {"checkpoint_every": 6, "keep_last": 100}
     total = min(round(5 * options["epochs"]) * groups, options.get("max_steps", 99))
-    expected = [(step // groups, step % groups, round(step / groups / 5, 6)) for step in range(total)]
-    assert run(tmp_path / "whole", groups=groups, **options) == (0, expected)
+    order = [
+        (number, group)
+        for epoch in range(3) for start in range(0, 5, window)
+        for group in range(groups) for number in range(5 * epoch + start, 5 * epoch + min(start + window, 5))
+    ]  # fmt: skip
+    expected = [(*order[step], round(step / groups / 5, 6)) for step in range(total)]
+    how = {"groups": groups, "window": window}
+    assert run(tmp_path / "whole", **how, **options) == (0, expected)
     saved = [step for step in range(1, total + 1) if step % 6 == 0 or step == total]
     assert steps_saved(tmp_path / "whole") == saved
+    last = 1 + max(number for number, _ in order[:total])
     for stop in range(1, total + 1):
         output = tmp_path / str(stop)
-        code, seen = run(output, groups=groups, stop_after=stop, **options)
+        code, seen = run(output, stop_after=stop, **how, **options)
         assert (code, seen) == (STOPPED, expected[:stop])
         assert steps_saved(output) == sorted({*saved, stop} - set(range(stop + 1, 99)))
         loader = Loader()
-        assert run(output, groups=groups, loader=loader, **options) == (0, expected)
-        assert loader.asked == (stop // groups, math.ceil(total / groups))  # and no batch is decoded for nothing
-    assert run(output, groups=groups, **options) == (0, expected)  # there is nothing left to do
+        assert run(output, loader=loader, **how, **options) == (0, expected)
+        if stop < total:  # and no batch is decoded for nothing
+            needed = order[stop // (5 * groups) * 5 * groups :][: 5 * groups]
+            part = stop % (5 * groups) // (window * groups) * window * groups
+            assert loader.asked == (min(number for number, _ in needed[part : part + window * groups]), last)
+    assert run(output, **how, **options) == (0, expected)  # there is nothing left to do
 
 
 def test_steps_of_one_group_are_the_batches(tmp_path, capsys):
