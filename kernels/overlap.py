@@ -4,7 +4,7 @@
 
 (APS, arXiv 2306.02854, Eq. 2-3.) Everything is measured in the upright source image: a crop (y, x, h, w) cut into
 Gh x Gw patches has its edges at y + h*i/Gh and x + w*i/Gw, columns counted from the right where the crop is flipped. In
-units of 1/Gh and 1/Gw pixel these are the integers Gh*y + h*i and Gw*x + w*i, below 2**28. The patches of one view do
+units of 1/Gh and 1/Gw pixel these are the integers Gh*y + h*i and Gw*x + w*i, below 2**30. The patches of one view do
 not overlap each other, so the covered area is the sum over k of products of two 1-D overlaps, an integer up to 2**32.
 
 Kernel: one program per image and group, a lane per view-2 patch, a loop over the K kept patches; all lanes read the
@@ -62,7 +62,7 @@ def _overlap_kernel(
 
 
 def tile(grid, keep, groups):
-    """Sizes of one program: NP lanes and, with up to 2048 patches, 8 lanes a thread (not tuned on a GPU yet)."""
+    """Sizes of one program: NP lanes, 8 of them a thread (not tuned on a GPU yet)."""
     lanes = triton.next_power_of_2(grid[0] * grid[1])
     # The interpreter pays per operation, not per element: it takes all kept patches at once (Triton's limit is 2**20).
     step = min(triton.next_power_of_2(max(1, keep)), 2**20 // lanes) if INTERPRET else 1

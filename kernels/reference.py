@@ -16,10 +16,10 @@ import torch
 
 from kernels.philox import Purpose, philox, split64, stream_key
 
-# A sort key is an int64: [class 1 bit | value 51 bits | patch number 11 bits]; class 1, of weight zero, comes last.
-PATCH_BITS = 11
-PATCH_MASK = (1 << PATCH_BITS) - 1
-MAX_PATCHES = 1 << PATCH_BITS
+# A sort key is an int64: [class 1 bit | value 51 bits | patch number 11 bits]; class 1, of weight zero, comes last. Of
+# more than 2048 patches the number has 13 bits and the value 49, which it needs no more of but with gamma = inf.
+PATCH_BITS, WIDE_PATCH_BITS = 11, 13
+NARROW, MAX_PATCHES = 1 << PATCH_BITS, 1 << WIDE_PATCH_BITS
 ZERO_WEIGHT = 1 << 62
 # Fixed point: logarithms have 44 fraction bits, keys 32 and gamma 16, with gamma / 2**shift <= 1024 (``fixed_power``).
 # Then value = (log2(-log2(u)) >> shift) - gamma / 2**shift * log2(v), and every product fits an int64.
@@ -27,10 +27,10 @@ LOG_BITS, KEY_BITS, POWER_BITS = 44, 32, 16
 LOG_TO_KEY = LOG_BITS - KEY_BITS
 KEY_OFFSET = 1 << 48  # makes values positive: 0 <= gamma / 2**shift * log2(v) < 2**15, as areas are below 2**32
 MAX_SHIFT = 20
-STEEPEST = -1, 0  # beyond gamma = 2**30: value = [32 bits of the covered rather than the uncovered area | 19 random]
-AREA_MASK, STEEPEST_BITS = (1 << 32) - 1, 19
+# Beyond gamma = 2**30: value = [32 bits of the covered rather than the uncovered area | 19 random, 17 of many patches]
+STEEPEST = -1, 0
+AREA_MASK, STEEPEST_BITS, WIDE_STEEPEST_BITS = (1 << 32) - 1, 19, 17
 UNIFORM_BITS = 42  # u = (m + 1/2) / 2**42: never 0 or 1, and 2m + 1 < 2**43 is exact in a float64
-STEEPEST_DROPS = UNIFORM_BITS - STEEPEST_BITS
 DRAWS = 3  # by one call of Philox: 128 bits
 LOG_TOP = UNIFORM_BITS + 1 << LOG_BITS  # -log2(u) = 43 - log2(2m + 1)
 TABLE_BITS = 11
@@ -140,6 +140,7 @@ def sample_views(boxes, flips, sample, *, grid, keep, groups, power, seed, epoch
     key = stream_key(int(seed), int(epoch), Purpose.PATCHES)
     n, (factor, shift), table = math.prod(grid), fixed_power(power), log2_table()
     patch, call = np.arange(n), np.arange(groups // DRAWS + 1)[:, None]
+    bits, steepest = (PATCH_BITS, STEEPEST_BITS) if n <= NARROW else (WIDE_PATCH_BITS, WIDE_STEEPEST_BITS)
 
     def uniform(sample):
         """m for draw 0, view 1, and draw 1 + r, group r of view 2: [B,R + 1 or more,N] int64."""
@@ -150,10 +151,10 @@ def sample_views(boxes, flips, sample, *, grid, keep, groups, power, seed, epoch
         return m.reshape(len(sample), -1, n)
 
     def smallest(values, count):
-        keys = values << PATCH_BITS
+        keys = values << bits
         keys |= patch
         keys.sort(-1)
-        return keys[..., :count] & PATCH_MASK
+        return keys[..., :count] & (1 << bits) - 1
 
     def chunk(boxes, flips, sample):
         m = uniform(sample)
@@ -161,12 +162,12 @@ def sample_views(boxes, flips, sample, *, grid, keep, groups, power, seed, epoch
         # With gamma = 0 every weight is 1, that of a fully covered patch too (0**0 = 1).
         v = patch_area(boxes) - covered_area(boxes, flips, first, grid) if factor else np.ones_like(m)
         if (factor, shift) == STEEPEST:
-            values = AREA_MASK - v.astype(np.int64) << STEEPEST_BITS | m >> STEEPEST_DROPS
+            values = AREA_MASK - v.astype(np.int64) << steepest | m >> UNIFORM_BITS - steepest
         else:
             exponential = LOG_TOP - log2_fixed(2 * m + 1, table)  # -log2(u)
             values = (log2_fixed(exponential, table) >> LOG_TO_KEY + shift) + KEY_OFFSET
             values -= (log2_fixed(v, table) >> LOG_TO_KEY) * factor >> POWER_BITS  # where v = 0, anything: not used
-        return first, smallest(np.where(v > 0, values, ZERO_WEIGHT >> PATCH_BITS | m), keep)
+        return first, smallest(np.where(v > 0, values, ZERO_WEIGHT >> bits | m), keep)
 
     b, step = len(boxes), max(1, CHUNK // (groups * n))
     first, second = (torch.empty(b, groups, keep, dtype=torch.int32) for _ in range(2))

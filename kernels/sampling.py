@@ -14,11 +14,12 @@ is off by about (1 + gamma) * 2**-32 and, where u is close to 1, by up to 2**-27
 keys are closer than that may swap places. gamma is rounded to a multiple of 2**-16; 0 is uniform, fully covered patches
 included (0**0 = 1). Keys end in the patch number, which makes them distinct.
 
-Any gamma up to inf will do, but a key has 51 bits for its value. Beyond 1024 it therefore loses fraction bits: with the
-least s that makes gamma/2**s <= 1024, gamma is rounded to a multiple of 2**(s-16), and patches of equal v, in uniform
-order until then, come in that of their numbers where their log2(-log2(u)) agree to 2**(s-32). Beyond gamma = 2**30 (s =
-20), where the weights of two areas up to 2**26 differ by a factor of 2**23 or more, the K patches with the largest v
-are drawn in descending order, equal ones in that of 19 random bits.
+Any gamma up to inf will do, but a key has 51 bits for its value (49 of more than 2048 patches, which are as good).
+Beyond 1024 it therefore loses fraction bits: with the least s that makes gamma/2**s <= 1024, gamma is rounded to a
+multiple of 2**(s-16), and patches of equal v, in uniform order until then, come in that of their numbers where their
+log2(-log2(u)) agree to 2**(s-32). Beyond gamma = 2**30 (s = 20), where the weights of two areas up to 2**26 differ by a
+factor of 2**23 or more, the K patches with the largest v are drawn in descending order, equal ones in that of 19 random
+bits (17).
 
 Counters: (patch, call, sample low, sample high); key by ``philox.stream_key``. The four words of call c are three draws
 of 42 bits, 3*c to 3*c + 2: one word each, and ten bits of the last. Draw 0 is view 1, draw 1 + r group r of view 2.
@@ -42,13 +43,16 @@ from kernels.philox import Purpose
 
 # The fixed-point formats are explained in reference.py.
 PATCHES, DRAWS = tl.constexpr(int(Purpose.PATCHES)), tl.constexpr(reference.DRAWS)
-PATCH_BITS, PATCH_MASK = tl.constexpr(reference.PATCH_BITS), tl.constexpr(reference.PATCH_MASK)
+PATCH_BITS, WIDE_PATCH_BITS = tl.constexpr(reference.PATCH_BITS), tl.constexpr(reference.WIDE_PATCH_BITS)
+PATCH_MASK, WIDE_PATCH_MASK = tl.constexpr(reference.NARROW - 1), tl.constexpr(reference.MAX_PATCHES - 1)
+NARROW, UNIFORM_BITS = tl.constexpr(reference.NARROW), tl.constexpr(reference.UNIFORM_BITS)
 ZERO_WEIGHT, LAST = tl.constexpr(reference.ZERO_WEIGHT), tl.constexpr(2**63 - 1)
 LOG_BITS, LOG_TO_KEY = tl.constexpr(reference.LOG_BITS), tl.constexpr(reference.LOG_TO_KEY)
 LOG_TOP, POWER_BITS = tl.constexpr(reference.LOG_TOP), tl.constexpr(reference.POWER_BITS)
 KEY_OFFSET, STEEPEST = tl.constexpr(reference.KEY_OFFSET), tl.constexpr(reference.STEEPEST[0])
-AREA_MASK, STEEPEST_BITS = tl.constexpr(reference.AREA_MASK), tl.constexpr(reference.STEEPEST_BITS)
-STEEPEST_DROPS, TABLE_BITS = tl.constexpr(reference.STEEPEST_DROPS), tl.constexpr(reference.TABLE_BITS)
+AREA_MASK, TABLE_BITS = tl.constexpr(reference.AREA_MASK), tl.constexpr(reference.TABLE_BITS)
+STEEPEST_BITS = tl.constexpr(reference.STEEPEST_BITS)
+WIDE_STEEPEST_BITS = tl.constexpr(reference.WIDE_STEEPEST_BITS)
 SEGMENTS = tl.constexpr(reference.SEGMENTS)
 
 
@@ -82,7 +86,8 @@ def _log2(n, table):
 def _store_smallest(out, keys, patch, start, K: tl.constexpr, SORT: tl.constexpr):
     """Write the patch numbers of the keys of ranks start .. start+K-1 to ``out``, in ascending order of the keys."""
     if SORT:
-        rank, number = patch, tl.sort(keys) & PATCH_MASK
+        mask: tl.constexpr = PATCH_MASK if patch.shape[0] <= NARROW else WIDE_PATCH_MASK
+        rank, number = patch, tl.sort(keys) & mask
     else:  # comparing all pairs is much faster than a sort in the interpreter, and much too large for a GPU
         rank, number = tl.sum((keys[None, :] < keys[:, None]).to(tl.int32), axis=1), patch
     tl.store(out + rank - start, number.to(tl.int32), mask=(rank >= start) & (rank < start + K))
@@ -94,13 +99,15 @@ def _sample_kernel(
     GH: tl.constexpr, GW: tl.constexpr, K: tl.constexpr, R: tl.constexpr, NP: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     b, r = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    bits: tl.constexpr = PATCH_BITS if NP <= NARROW else WIDE_PATCH_BITS
+    steepest: tl.constexpr = STEEPEST_BITS if NP <= NARROW else WIDE_STEEPEST_BITS
     first += (b * R + r) * K
     second += (b * R + r) * K
     seed, epoch, sample = tl.load(seed), tl.load(epoch), tl.load(sample + b)
     patch = tl.arange(0, NP)
 
     m = _uniform(seed, epoch, sample, 0, patch)
-    keys = tl.where(patch < GH * GW, m << PATCH_BITS | patch, LAST)
+    keys = tl.where(patch < GH * GW, m << bits | patch, LAST)
     _store_smallest(first, keys, patch, r * K, K, SORT)
     tl.debug_barrier()  # every lane goes on to read the K numbers that other lanes of this program have just written
 
@@ -111,8 +118,8 @@ def _sample_kernel(
     exponential = LOG_TOP - _log2(2 * m + 1, table)
     race = (_log2(exponential, table) >> LOG_TO_KEY + shift) + KEY_OFFSET
     value = race - ((_log2(v, table) >> LOG_TO_KEY) * factor >> POWER_BITS)
-    value = tl.where(factor == STEEPEST, AREA_MASK - v << STEEPEST_BITS | m >> STEEPEST_DROPS, value)
-    keys = tl.where(v > 0, value << PATCH_BITS, ZERO_WEIGHT | m << PATCH_BITS)
+    value = tl.where(factor == STEEPEST, AREA_MASK - v << steepest | m >> UNIFORM_BITS - steepest, value)
+    keys = tl.where(v > 0, value << bits, ZERO_WEIGHT | m << bits)
     keys = tl.where(patch < GH * GW, keys | patch, LAST)
     _store_smallest(second, keys, patch, 0, K, SORT)
 
@@ -173,7 +180,7 @@ def sample_views(boxes, flips, sample, *, grid, keep, groups, power, seed, epoch
     """Draw the patches of both views: (first, second), int32 [B,R,K], row-major numbers in the crop the model sees.
 
     ``boxes`` int32 [B,2,4] (y, x, h, w) in pixels of the upright source image, 0..65535, h and w at least 1; ``flips``
-    bool [B,2], left-right; ``sample`` int64 [B] ids; ``grid`` (Gh, Gw), N <= 2048; ``keep`` K, ``groups`` R, R*K <= N;
+    bool [B,2], left-right; ``sample`` int64 [B] ids; ``grid`` (Gh, Gw), N <= 8192; ``keep`` K, ``groups`` R, R*K <= N;
     ``power`` gamma, 0..inf; ``seed`` and ``epoch`` signed 64-bit integers or one-element int64 tensors on the device.
     Impossible boxes raise on a CPU; on a GPU, where nobody looks, they still give distinct patches of the grid.
     """

@@ -134,7 +134,7 @@ def test_bad_files_are_left_out_and_named(tmp_path, capsys):
         (("--data", "{photos}", "--lr", "-1"), "--lr -1.0: expected 0 or more"),
         (("--data", "{photos}", "--eval-data", "{other}"), "classes that are not in"),
         (("--data", "{photos}", "--model", "deit_tiny_distilled_patch16_224"), "no plain Vision Transformer"),
-        (("--data", "{photos}", "--image-size", "512"), "at most 2048"),
+        (("--data", "{photos}", "--image-size", "1024"), "at most 8192"),
         (("--data", "{photos}", "--mean", "nan", "0", "0"), "--mean"),
         (("--data", "{photos}", "--betas", "1", "1"), "--betas"),
         (("--data", "{photos}", "--output", "{photos}/a/00.jpg"), "is a file; expected a folder"),

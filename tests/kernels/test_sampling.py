@@ -163,9 +163,18 @@ def test_a_gpu_sorts_and_the_interpreter_compares_pairs_where_it_can():
 
 
 def test_of_the_largest_grid_every_patch_is_drawn_once():
-    args, kwargs = arguments(((32, 64), 2048, 1, 3.0, 0, 0))
+    args, kwargs = arguments(((64, 128), 8192, 1, 3.0, 0, 0))
     for view in kernels.sample_views(*args, **kwargs):
-        assert torch.equal(view.sort(2).values, torch.arange(2048).int().expand(8, 1, 2048))
+        assert torch.equal(view.sort(2).values, torch.arange(8192).int().expand(8, 1, 8192))
+
+
+@pytest.mark.parametrize("name", CASES.keys() - {"infinite"})
+def test_keys_of_many_patches_draw_the_same(name, monkeypatch):
+    """Two bits fewer for the value, which has none to lose; but for gamma = inf, whose random bits they are."""
+    args, kwargs = arguments(CASES[name])
+    narrow = reference.sample_views(*args, **kwargs)
+    monkeypatch.setattr(reference, "NARROW", 0)
+    assert all(map(torch.equal, narrow, reference.sample_views(*args, **kwargs)))
 
 
 def test_seed_and_epoch_as_numbers_or_tensors():
@@ -327,7 +336,7 @@ def test_extreme_words_stay_within_their_bits():
         race = int((reference.log2_fixed(exponential, table) >> 12 + shift)[0]) + reference.KEY_OFFSET
         weight = int((reference.log2_fixed(np.array([v]), table) >> 12)[0])
         assert weight * factor < 2**63 and factor * 2.0**shift == power * 2.0**16
-        assert 0 <= race - (weight * factor >> 16) < reference.ZERO_WEIGHT >> reference.PATCH_BITS
+        assert 0 <= race - (weight * factor >> 16) < reference.ZERO_WEIGHT >> reference.WIDE_PATCH_BITS
     assert reference.fixed_power(2.0**30 + 1) == reference.fixed_power(math.inf) == reference.STEEPEST
 
 
@@ -347,7 +356,7 @@ def test_extreme_words_stay_within_their_bits():
         ({"sample": torch.zeros(8, dtype=torch.int32)}, TypeError, "sample.*int64"),
         ({"sample": list(range(8))}, TypeError, "sample.*list"),
         ({"sample": torch.zeros(8, dtype=torch.int64, device="meta")}, ValueError, "sample.*cpu.*meta"),
-        ({"grid": (46, 45)}, ValueError, "grid.*2048"),
+        ({"grid": (91, 91)}, ValueError, "grid.*8192"),
         ({"grid": (14, 14, 1)}, ValueError, "grid.*rows, columns"),
         ({"groups": 5}, ValueError, "groups \\* keep <= 196.*14x14.*groups 5"),
         ({"keep": 0}, ValueError, "keep.*at least 1"),
