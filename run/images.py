@@ -1,9 +1,10 @@
 """Opening a run's images: what there is to train on, and to measure accuracy on."""
 
 import contextlib
+import time
 from pathlib import Path
 
-from pipeline import Index, Loader, inflight, known, memory, trial
+from pipeline import Index, Loader, graph, inflight, known, memory, trial
 from pipeline import cache as caches
 from pipeline.scan import shown
 from pipeline.toy import make_toy
@@ -13,6 +14,7 @@ from .recipes import ImagesConfig
 from .session import CHANGED, INFLIGHT, KEPT, check_folder, check_share, lock, named
 
 # The embedded dataset: generated once, then shared by all runs of a checkout.
+_TRIED = 5  # objects that are read to see what one takes
 TOY = Path(__file__).resolve().parent.parent / "runs" / "toy-data"
 
 
@@ -117,6 +119,28 @@ def _killers(config: ImagesConfig, ranks: Ranks, index: Index, batches: list[lis
     return bad
 
 
+def remote_rate(index: Index, threads: int) -> str:
+    """What reading from an object store by so many threads takes, in a line for the screen; "" where none is read from.
+
+    Each of DALI's threads reads one object at a time, by two requests one after the other: one for its size, as every
+    file is asked for it, and one for its bytes.
+    """
+    some = sorted({i * len(index) // _TRIED for i in range(_TRIED)})
+    remote, seconds = [path for path in (index.paths[i] for i in some) if path.startswith("s3://")], []
+    with contextlib.suppress(OSError):  # what cannot be read is waited for later
+        for path in remote:
+            start = time.perf_counter()
+            graph.fetch(path)
+            seconds.append(time.perf_counter() - start)
+    if not seconds:
+        return ""
+    each = min(seconds)
+    return (
+        f"an image of the store takes {1000 * each:.0f} ms (two requests), so {threads} threads read at most "
+        f"{threads / each:,.0f} images/s on each rank; for more: --threads = images/s x {each:.3f}"
+    )
+
+
 def open_loader(config: ImagesConfig, ranks: Ranks, index: Index, bad: dict[int, str], *, image_size: int) -> Loader:
     """This rank's batches of what ``open_data`` has returned; ValueError for sizes that do not divide, or too little
     memory."""
@@ -126,6 +150,8 @@ def open_loader(config: ImagesConfig, ranks: Ranks, index: Index, bad: dict[int,
             f"{len(index):,} images in {index.root} are less than one batch of {config.batch_size:,}; expected more of "
             f"them, or --batch-size {fits} and, in proportion, --lr {rate:.2g}"
         )
+    if ranks.first and (said := remote_rate(index, ranks.threads(config.threads))):
+        print(said, flush=True)
     loader = Loader(
         index, config.augmentation, image_size=image_size, batch_size=config.batch_size, seed=config.seed,
         device=ranks.device, threads=ranks.threads(config.threads), rank=ranks.rank, ranks=ranks.count,

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import photo
 
+from pipeline import Index
 from run import images
 from run.images import open_data, open_loader
 from run.recipes import Config, ImagesConfig
@@ -111,3 +112,14 @@ def test_the_generated_images_stand_in_and_the_loader_knows_what_is_bad(folder, 
     assert loader.bad == {1: "why"} and loader.batches_per_epoch == 3 and loader.seed == 3
     (batch,) = loader.batches(0, 1)
     assert batch.views[0].shape == (2, 4, 4, 3) and batch.views[0].dtype == torch.uint8
+
+
+def test_what_an_object_store_takes_is_said(bucket, tmp_path):
+    """Of the objects that can be read; nothing where there are none."""
+    bucket.files = {"/b/0.jpg": b"bytes"}
+    (tmp_path / "list.txt").write_text("s3://b/0.jpg\t\t40\t50\n")
+    index = Index.scan(tmp_path / "list.txt")
+    said = images.remote_rate(index, 8)
+    assert said.startswith("an image of the store takes ") and "so 8 threads read at most " in said
+    bucket.files = {}
+    assert images.remote_rate(index, 8) == ""
