@@ -57,10 +57,11 @@ def alone(device: torch.device, numbers: int, seconds: float) -> list[dict]:
 
 
 def losses(small: bool, device: torch.device, rank: int = 0, ranks: int = 1) -> list[float]:
-    """Of the first steps of this rank, on its part of the images."""
+    """Of the first steps of this rank, on its part of the images. A CUDA graph takes NCCL's collectives, not gloo's."""
     config = dataclasses.replace(
         RECIPES["imagenet-vit-s"], precision="float32", batch_size=8 if small else 64, depth=1 if small else 4,
         image_size=64 if small else 224, head_hidden=64 if small else 1024, lr=1e-4, warmup_epochs=0.0,
+        cuda_graph=False,
     )  # fmt: skip
     training = Training(config, device, ranks=ranks, compiled=False)
     generator, b, side = torch.Generator().manual_seed(0), config.batch_size, config.image_size
@@ -69,8 +70,8 @@ def losses(small: bool, device: torch.device, rank: int = 0, ranks: int = 1) -> 
     order = torch.rand(2, b, STEPS, patches, generator=generator).argsort(-1)[..., : training.keep].int()
     mine = slice(rank * b // ranks, (rank + 1) * b // ranks)
     chosen = order[:, mine].to(device)
-    given = training.gather(tuple(crop[mine].to(device) for crop in crops), chosen)
-    return [training.step(given[r], chosen[:, :, r], 0.5)[0][0].item() for r in range(STEPS)]
+    groups = zip(*training.gather(tuple(crop[mine].to(device) for crop in crops), chosen), strict=True)
+    return [training.step(*given, 0.5)[0][0].item() for given in groups]
 
 
 def two(small: bool, device: torch.device) -> dict:
