@@ -101,6 +101,7 @@ def test_variants_take_the_steps_of_the_base(tmp_path, capsys):
     for row in rows.values():
         missing = row["name"] in ("autotune", "cublaslt")
         assert ("not_run" in row) == missing and row.get("within") == (None if missing else True), row
+    assert "key-gelu" in together["applied"] and "fp8-keys" not in together["applied"]
     places = [BY_NAME[name].place or name for name in together["applied"]]
     assert len(places) == len(set(places)) == len({variant.place or variant.name for variant in VARIANTS}) - 2
     texts = [row["result"] for row in json.loads(path.read_text())["findings"]]
