@@ -1,10 +1,11 @@
 """What a file holds: the size of an image, or the samples of a tar and theirs; nothing but headers is read for it.
 
-This file is also the program of the processes that share the work, and therefore imports nothing of the package but its
-neighbour, which imports nothing.
+This file is also the program of the processes that share the work, and therefore imports nothing of the package but two
+neighbours, which import nothing.
 """
 
 import errno
+import itertools
 import json
 import os
 import re
@@ -15,8 +16,10 @@ import tarfile
 
 if __package__:
     from pipeline import formats
+    from pipeline.latency import concurrently
 else:
     import formats
+    from latency import concurrently
 
 # Why a file cannot be read although nothing may be wrong with it: what network file systems say of their servers, and
 # what a process has run out of. EREMOTEIO is that of ``graph.fetch``.
@@ -43,13 +46,19 @@ _SOME, _FAR = (
     32_768,
 )  # where so many members lie so far (bytes) apart on the mean, read-ahead reads what nobody needs
 _MAX_LABEL = 1 << 20  # bytes of a .cls or .json
+_AT_ONCE = 64  # files, after which it is seen whether threads pay
 _PASSING = {os.strerror(number) for number in MAY_PASS}
 
 
 def read_headers(root, paths):
     """For each image file [height, width] or why it is rejected; for each tar its rows, see ``_read_shard``."""
     root = os.path.join(root, "")
-    return [_read_file(path if path.startswith("/") else root + path) for path in paths]
+
+    def read(first):
+        part = paths[first : first + _AT_ONCE]
+        return [_read_file(path if path.startswith("/") else root + path) for path in part]
+
+    return list(itertools.chain.from_iterable(concurrently(read, range(0, len(paths), _AT_ONCE))))
 
 
 def unread(result):

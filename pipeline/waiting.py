@@ -4,8 +4,8 @@ import sys
 import time
 from collections.abc import Callable
 
-# Seconds that one batch, or a scan, may wait. The other ranks wait with it, and after 600 s NCCL takes their process
-# groups down: by then, this rank has to have said why.
+# Seconds that one batch, or a scan, may wait. The other ranks wait with it, for a batch in a collective, which has a
+# limit (run.ranks): by then, this rank has to have said why.
 _PATIENCE = 480
 PAUSES = 1, 30  # seconds: the first pause between two attempts, which doubles up to the last
 _LATE = 0.2  # seconds until a request to stop is noticed

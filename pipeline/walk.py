@@ -5,19 +5,17 @@ the kernel's part is 2. Here ``statx`` writes into an array, called by ``map``.
 """
 
 import bisect
-import concurrent.futures
 import ctypes
 import dataclasses
 import itertools
 import os
 import stat
-import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
 from pipeline.headers import MAY_PASS
+from pipeline.latency import concurrently
 
 _STATUS = np.dtype(
     {
@@ -29,8 +27,6 @@ _STATUS = np.dtype(
 )  # struct statx, which is the same on every processor
 _MASK = 0x343  # type, mode, time of change, inode, size
 _AT_ONCE = 4096  # files of a call
-_THREADS = 32
-_WAITED = 0.02  # seconds that a piece of work has waited for something, from which threads pay
 
 
 @dataclasses.dataclass
@@ -93,19 +89,6 @@ def statuses(folder: int, names: Sequence[bytes]) -> tuple[np.ndarray, np.ndarra
 def stamps(found: np.ndarray) -> np.ndarray:
     """int64 [n,2] bytes and time of change in ns, of what ``statuses`` returns."""
     return np.stack([found["size"], found["seconds"] * 1_000_000_000 + found["nanoseconds"]], 1)
-
-
-def concurrently(work: Callable, parts: Sequence) -> list[Any]:
-    """``work`` of each part; by threads, from the first on that mostly waits."""
-    results = []
-    for number, part in enumerate(parts):
-        wall, own = time.perf_counter(), time.thread_time()
-        results.append(work(part))
-        wall, own = time.perf_counter() - wall, time.thread_time() - own
-        if wall > own + _WAITED and wall > 4 * own:
-            with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-                return results + list(pool.map(work, parts[number + 1 :]))
-    return results
 
 
 def _statx():

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.nn  # imported once there is a group, it would hold it for ever, and with it gloo's threads
 
 # How long a collective may wait for a rank. The longest waits known: for a batch that cannot be read (480 s, see
-# pipeline.loader), and for a checkpoint that a slow disk takes. What takes longer waits elsewhere: ``Ranks.meet``.
+# pipeline.waiting), and for a checkpoint that a slow disk takes. What takes longer waits elsewhere: ``Ranks.meet``.
 _LIMIT = datetime.timedelta(minutes=30)
 _PAUSES = 0.01, 1  # seconds: the first pause between two looks at the store, which doubles up to the last
 

@@ -3,6 +3,7 @@
 import os
 import pickle
 import subprocess
+import time
 
 import numpy as np
 import pytest
@@ -190,6 +191,22 @@ def test_an_interrupted_scan_goes_on(tmp_path, reads, monkeypatch):
     index = Index.scan(root, cache)
     assert sorted(reads) == ["0.png", "1.png", "4.png", "5.png", "6.png", "7.png"]
     assert index.fingerprint == Index.scan(root).fingerprint and not part.exists()
+
+
+def test_files_that_answer_late_are_asked_by_threads(tmp_path, monkeypatch):
+    monkeypatch.setattr(headers, "_AT_ONCE", 2)
+    asked, at_once = [], []
+
+    def late(path):
+        asked.append(path)
+        time.sleep(0.02)
+        at_once.append(len(asked))
+        asked.remove(path)
+        return [1, int(path.rpartition("/")[2])]
+
+    monkeypatch.setattr(headers, "_read_file", late)
+    assert headers.read_headers(tmp_path, [str(i) for i in range(20)]) == [[1, i] for i in range(20)]
+    assert at_once[:2] == [1, 1] and max(at_once) > 5
 
 
 def test_an_index_goes_to_other_processes_as_the_name_of_its_file(tmp_path):
