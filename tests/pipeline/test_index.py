@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pipeline import Index, headers, scan
+from pipeline import Index, cache, headers, scan
 from pipeline.paths import Paths
 
 
@@ -191,6 +191,15 @@ def test_an_interrupted_scan_goes_on(tmp_path, reads, monkeypatch):
     index = Index.scan(root, cache)
     assert sorted(reads) == ["0.png", "1.png", "4.png", "5.png", "6.png", "7.png"]
     assert index.fingerprint == Index.scan(root).fingerprint and not part.exists()
+
+
+def test_a_folder_for_indices_that_cannot_be_written_to_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    assert cache.place(None, tmp_path) == tmp_path / "home" / "aps" and not capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert cache.place(tmp_path / "file" / "x", tmp_path / "run") == tmp_path / "run"
+    said = capsys.readouterr().err
+    assert said == f"--index-cache {tmp_path}/file/x: Not a directory; what the scan finds is kept in {tmp_path}/run\n"
 
 
 def test_files_that_answer_late_are_asked_by_threads(tmp_path, monkeypatch):
