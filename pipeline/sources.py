@@ -22,7 +22,7 @@ import numpy as np
 
 from pipeline.headers import MAY_PASS, UNPACK, checked, named_as_image, printable
 from pipeline.paths import Paths
-from pipeline.walk import walk
+from pipeline.walk import stamps, statuses, walk
 
 _LISTS = (".txt", ".tsv", ".lst", ".list")
 _PACKED = re.compile(r".*\.(tar\.\w+|tgz|tbz2?|txz|tzst)", re.IGNORECASE | re.DOTALL)
@@ -30,6 +30,7 @@ _PACKED_ENDS = b".tar", b".tgz\0", b".tbz", b".txz\0", b".tzst\0"  # of some nam
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _WANTED = "expected a folder of images, or of class folders with images, or tar shards, or a list"
 _REMOTE_TAR = "tar shards are not read from S3; expected the shards on a local disk, or a list of single images on S3"
+_LATER = -1  # in the place of a time: of a file that was not asked yet
 _OPEN = 256  # shards kept open; many systems allow a process 1,024 files
 # Threads that read. 110 kB at random from a virtual disk, nothing in memory: 4,100/s by one, 8,200 by 4, 10,600 by 8,
 # 9,100 by 16. In memory 18,600 by one, 17,000 by 8.
@@ -142,8 +143,22 @@ class TextList:
                 if comment:
                     continue
                 raise ValueError(f"{path} line {number}: {error}") from None
+            if parsed and comment and parsed[3] is not None:
+                parsed = _stated(self.root, *parsed[:2])
             if parsed and not (comment and parsed[3] is None):
                 self.lines.append(parsed)
+        self._look([line for line in self.lines if line[3] == _LATER])
+
+    def _look(self, lines):
+        """Fills in what lines lack: bytes and time of their files."""
+        folder = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            there, found = statuses(folder, [os.fsencode(line[0]) for line in lines])
+        finally:
+            os.close(folder)
+        regular = there & ((found["mode"] & 0xF000) == stat.S_IFREG)
+        for line, good, stamp in zip(lines, regular.tolist(), stamps(found).tolist(), strict=True):
+            line[2:] = stamp if good else _stated(self.root, *line[:2])[2:]
 
     def state(self):
         return (json.dumps(self.lines).encode(),)
@@ -152,7 +167,7 @@ class TextList:
         if "\0" in line:
             raise ValueError("a NUL character; expected text in UTF-8")
         path, *columns = (column.strip() for column in line.split("\t"))
-        if re.match("[a-zA-Z][a-zA-Z0-9+.-]*://", path):
+        if "://" in path and re.match("[a-zA-Z][a-zA-Z0-9+.-]*://", path):
             if not path.startswith("s3://"):
                 raise ValueError(f"got {printable(path)}; expected a path, or an s3:// URI")
             if len(columns) != 3 or not all(re.fullmatch("[0-9]{1,9}", side) for side in columns[1:]):
@@ -174,27 +189,27 @@ class TextList:
             raise ValueError(f"no path before the label {printable(label)!r}; expected path<TAB>label")
         if path.lower().endswith(".tar"):
             raise ValueError(f"{printable(path)} is a tar; expected images (tars come as folder, file or pattern)")
-        return [path, label or None, *_stated(self.root, path)[1:]]
+        return [path, label or None, None, _LATER]
 
     def rows(self, read):
         files = [line for line in self.lines if line[3] is not None]
-        stamps = np.array([line[2:] for line in files], np.int64).reshape(-1, 2)
-        results = iter(read(self.root, [path for path, *_ in files], stamps, len(files)))
+        states = np.array([line[2:] for line in files], np.int64).reshape(-1, 2)
+        results = iter(read(self.root, [path for path, *_ in files], states, len(files)))
         for path, label, size, time in self.lines:
             yield path, label, size if time is None else next(results), None
 
 
-def _stated(root, path):
-    """[path, bytes, mtime in ns] of a file, or [path, reason, None]."""
+def _stated(root, path, *label):
+    """[path, *label, bytes, mtime in ns] of a file, or [path, *label, reason, None]."""
     try:
         status = os.stat(os.path.join(root, path))
     except OSError as error:
         if error.errno in MAY_PASS:
             raise
-        return [path, error.strerror, None]
+        return [path, *label, error.strerror, None]
     if not stat.S_ISREG(status.st_mode):
-        return [path, "not a regular file", None]
-    return [path, status.st_size, status.st_mtime_ns]
+        return [path, *label, "not a regular file", None]
+    return [path, *label, status.st_size, status.st_mtime_ns]
 
 
 # ---- Tar shards
@@ -219,9 +234,9 @@ class Shards:
         return (json.dumps(["tar", self.found, self.unreadable]).encode(),)
 
     def rows(self, read):
-        stamps = np.array([(size, time) if time else (-1, -1) for _, size, time in self.found], np.int64)
-        images = int(stamps[:, 0].clip(0).sum()) // 20_000  # as if small ones
-        for number, rows in enumerate(read(self.root, self.shards, stamps, images)):
+        states = np.array([(size, time) if time else (-1, -1) for _, size, time in self.found], np.int64)
+        images = int(states[:, 0].clip(0).sum()) // 20_000  # as if small ones
+        for number, rows in enumerate(read(self.root, self.shards, states, images)):
             for member, label, result, *place in rows:
                 name = self.shards[number] + (f"!{member}" if member else "")
                 yield name, label, result, (number, *place)

@@ -26,7 +26,7 @@ _STATUS = np.dtype(
     }
 )  # struct statx, which is the same on every processor
 _MASK = 0x343  # type, mode, time of change, inode, size
-_AT_ONCE = 4096  # files of a call
+_AT_ONCE = 1024  # files, after which it is seen whether threads pay
 
 
 @dataclasses.dataclass
