@@ -65,17 +65,17 @@ PARTS = (
     Part("scaling", "scaling", 120, tests=SCALING),
 )
 GPU_TESTS = (
-    "kernels/test_short_attention.py run/test_training.py kernels/test_gather.py kernels/test_sampling.py "
-    "kernels/test_overlap.py kernels/test_update.py"
+    "kernels/test_short_attention.py run/test_training.py run/test_recorded.py "
+    "kernels/test_gather.py kernels/test_sampling.py kernels/test_overlap.py kernels/test_update.py"
 )
 DATA_TESTS = "pipeline/test_loader.py pipeline/test_sources.py test_train.py"
-STEP_S = "step --recipe imagenet-vit-s --modes compiled"
+STEP_S = "step --recipe imagenet-vit-s --modes graph"
 STAGES = {
     1: (  # neither DALI nor tyro
         Part("machine", "machine", 40, speed=False),
         Part("gpu_tests", f"gpu_tests --files {GPU_TESTS}", 170, speed=False),
         Part("sanitizer", "sanitizer", 120, speed=False),
-        Part("step_vit_s", f"{STEP_S} --batch-size 512 --trace TRACE", 120, where="gpu"),
+        Part("step_vit_s", f"{STEP_S} compiled --batch-size 512 --trace TRACE", 120, where="gpu"),
         Part("step_vit_s_1024", f"{STEP_S} --batch-size 1024", 90, where="gpu"),
         Part("step_vit_s_2048", f"{STEP_S} --batch-size 2048", 90, where="gpu"),
     ),
@@ -84,7 +84,7 @@ STAGES = {
         Part("products", "products", 60),
         Part("kernels", "kernels", 60),
         Part("counters", "counters", 120),
-        Part("step_vit_b", "step --recipe imagenet-vit-b --batch-size 512 --modes compiled", 100),
+        Part("step_vit_b", "step --recipe imagenet-vit-b --batch-size 512 --modes graph compiled", 100),
         Part("collectives", "collectives", 90),
     ),
     3: (

@@ -117,6 +117,7 @@ def warm_up(config: Config, device: torch.device, mode: str, batches: int) -> tu
     wait(device)
     return synthetic, {
         "precision": "bfloat16" if synthetic.training.half else "float32",
+        "graphs": len(recorded.graphs) if (recorded := getattr(synthetic.training, "recorded", None)) else 0,
         "warm_up_seconds": time.perf_counter() - start,  # compiling included
         "peak_memory_bytes": torch.cuda.max_memory_allocated(device) - before if on_gpu else None,
     }
@@ -204,6 +205,8 @@ def conclusions(d: dict) -> dict:
         if mode != "plain" and "times_plain" in of:
             text += f", {number(of['times_plain']['p50'])} times the plain form"
         more = [f"{percent(of['mfu'])} of the best matrix product, {percent(of['roofline_share'])} of the roofline"]
+        if mode == "graph" and not of["graphs"]:
+            more.append("which could not be recorded")
         if of["peak_memory_bytes"]:
             more.append(f"{number(of['peak_memory_bytes'] / 2**30)} GiB of memory at most")
         what = f"optimizer step, {recipe}, batch {d['batch_size']}, synthetic crops, {mode} ({of['precision']})"
@@ -277,8 +280,8 @@ def main(arguments: list[str]) -> int:
 
 
 def _quick(names: Iterable[str]) -> list[str]:
-    """Without the one that is compiled."""
-    return [name for name in names if name != "compiled"] or ["eager"]
+    """Without those that are compiled."""
+    return [name for name in names if name not in ("compiled", "graph")] or ["eager"]
 
 
 def show_profile(mode: str, profiled: dict) -> None:

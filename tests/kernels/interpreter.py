@@ -3,8 +3,8 @@
 import os
 import subprocess
 import sys
-from functools import reduce
 from pathlib import Path
+from pkgutil import resolve_name
 
 import torch
 
@@ -29,7 +29,7 @@ torch.save([tuple(map(torch.clone, r)) if isinstance(r, tuple) else r.clone() fo
 
 
 def call(module, what, args, kwargs):
-    return (what if callable(what) else reduce(getattr, what.split("."), module))(*args, **kwargs)
+    return (what if callable(what) else resolve_name(f"{module.__name__}.{what}"))(*args, **kwargs)
 
 
 def with_constant(module, name, value, function, *args):
