@@ -41,7 +41,7 @@ def alone(device: torch.device, numbers: int, seconds: float) -> list[dict]:
         if on_gpu:
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL has threads of its own
                 dist.all_reduce(values)
             calls["all_reduce in a CUDA graph"] = graph.replay
         times = measure(calls, device, seconds=seconds)

@@ -23,7 +23,7 @@ METRICS = {
     "load_requests": "l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum",
     "ns": "gpu__time_duration.sum",
 }
-KERNELS = "regex:_kernel|layer_norm|[Gg]elu"  # ours and, of torch's, the two that are compared
+KERNELS = r"regex:^_[a-z_]+_kernel|layer_norm|GeluBackward"  # ours and, of torch's, the two that are compared
 LIMIT = 150  # seconds
 
 
@@ -49,6 +49,7 @@ def profile(tool: str, small: bool) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log.csv"
         command = ["timeout", "--kill-after=5", str(LIMIT), tool, "--clock-control", "none", "--kernel-name", KERNELS]
+        command += ["--kernel-name-base", "demangled", "--print-kernel-base", "demangled"]
         command += ["--metrics", ",".join(METRICS.values()), "--csv", "--page", "raw", "--print-units", "base"]
         command += ["--log-file", str(log), sys.executable, "-m", "bench", "once", *["--small"] * small]
         done = subprocess.run(command, cwd=environment.ROOT, capture_output=True, text=True)
