@@ -82,6 +82,7 @@ def probe(config: TuneConfig, ranks: Ranks, index: Index, evaluation: Index) -> 
     if ranks.count > 1:
         raise ValueError(f"--probe {config.probe} on {ranks.count} ranks; expected one process")
     vit, description = new_model(config, 0)
+    config.output.mkdir(parents=True, exist_ok=True)  # whether it can be is not said only behind the measurement
     scores = PROBES[config.probe](
         vit.to(ranks.device), index, evaluation, images=config.probe_images, mean=description["mean"],
         std=description["std"], device=ranks.device, threads=ranks.threads(config.threads),
