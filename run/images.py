@@ -159,7 +159,7 @@ def open_loader(config: ImagesConfig, ranks: Ranks, index: Index, bad: dict[int,
     )  # fmt: skip
     loader.bad.update(bad)
     how = {"batch": config.batch_size // ranks.count, "image_size": image_size, "device": ranks.device}
-    said = memory.plan(index, views=len(config.augmentation.views()), **how)
+    said = ranks.on_first(lambda: memory.plan(index, views=len(config.augmentation.views()), **how))
     if said and ranks.first:
         print(said, flush=True)
     return loader
