@@ -36,7 +36,9 @@ IMAGES = 1_281_167  # of ImageNet's training set
 
 PER_NODE = 8
 MEMORY = 3.0e12  # bytes/s, copy, measured
-UPDATE_BYTES = 76  # a parameter: gradient collected 8, norms 8, clip 20, AdamW 28, momentum encoder 12
+# Of the step that was measured, a parameter: gradient collected 8, norms 8, clip 20, AdamW 28, momentum encoder 12. In
+# one pass (kernels/update.py) it is 62: collected from bfloat16 6, the pass 56.
+UPDATE_BYTES = 76
 WITHIN, BETWEEN = 0.8 * 450e9, 0.8 * 50e9  # bytes/s and GPU and direction
 LATENCY = {1: 20e-6, 2: 40e-6}  # seconds of a small all-reduce within a node, and between nodes
 LOSS_PASSES = 8
