@@ -58,8 +58,19 @@ def save(folder: Path, step: int, state: dict[str, Any], *, last: int, every: in
 
 def copied(**parts: Any) -> dict[str, Any]:
     """The state dicts of parts, of those that are not None, with copies of the tensors where they are: on a GPU they
-    are made in the order of its work, and nobody waits. What shares a storage (``model/flat.py``) is copied at once."""
-    return _by_storage({name: part.state_dict() for name, part in parts.items() if part is not None}, Tensor.clone)
+    are made in the order of its work, and nobody waits. What shares a storage (``model/flat.py``) is copied at once.
+    What a GPU has no room for, beside what torch has taken for the training, is copied to the CPU, and waited for."""
+    room: dict[torch.device, int] = {}  # bytes that nobody has
+
+    def cloned(whole: Tensor) -> Tensor:
+        if whole.is_cuda:
+            room.setdefault(whole.device, torch.cuda.mem_get_info(whole.device)[0])
+            room[whole.device] -= len(whole)
+            if room[whole.device] < 0:
+                return whole.cpu()
+        return whole.clone()
+
+    return _by_storage({name: part.state_dict() for name, part in parts.items() if part is not None}, cloned)
 
 
 def on_cpu(state: dict[str, Any]) -> dict[str, Any]:

@@ -118,8 +118,11 @@ def test_what_fails_first_is_what_is_said(tmp_path, monkeypatch):
         checkpoint.newest(tmp_path)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_copies_stay_as_they_are_and_a_storage_is_one_copy(tmp_path, device):
+@pytest.mark.parametrize(
+    "device, free", [("cpu", 0), *(pytest.param("cuda", free, marks=pytest.mark.gpu) for free in (0, 2**20))]
+)
+def test_copies_stay_as_they_are_and_a_storage_is_one_copy(tmp_path, monkeypatch, device, free):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 0))
     flat = torch.arange(4096.0, device=device)
     module = torch.nn.Linear(2, 2, device=device)
     module.weight.data, module.bias.data = flat[64:68].view(2, 2).T, flat[128:130]  # one has strides
@@ -128,7 +131,7 @@ def test_copies_stay_as_they_are_and_a_storage_is_one_copy(tmp_path, device):
         torch.cuda._sleep(100_000_000)  # a queue, in which the copies have their turn
     state = checkpoint.copied(module=module, nothing=None)
     flat.zero_()
-    assert state.keys() == {"module"} and state["module"]["weight"].device.type == device
+    assert state.keys() == {"module"} and state["module"]["weight"].device.type == (device if free else "cpu")
     assert len({value.untyped_storage().data_ptr() for value in state["module"].values()}) == 1
     saver = checkpoint.Saver(tmp_path, last=1, every=0)
     saver.save(1, state)
