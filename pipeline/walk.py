@@ -7,6 +7,7 @@ the kernel's part is 2. Here ``statx`` writes into an array, called by ``map``.
 import bisect
 import ctypes
 import dataclasses
+import functools
 import itertools
 import os
 import stat
@@ -91,6 +92,7 @@ def stamps(found: np.ndarray) -> np.ndarray:
     return np.stack([found["size"], found["seconds"] * 1_000_000_000 + found["nanoseconds"]], 1)
 
 
+@functools.cache
 def _statx():
     call = ctypes.CDLL(None).statx
     call.argtypes = ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p
