@@ -137,7 +137,7 @@ def graphics_card() -> str | None:
 
 
 def chosen(options: argparse.Namespace, card: str | None) -> list[Part]:
-    """Smoke runs take all that a GPU would, but of a subject that only a GPU has, the same options once."""
+    """Smoke runs take all that a GPU would, but each subject that only a GPU has once."""
     parts = PARTS if options.stage is None else STAGES[options.stage]
     if unknown := set(options.parts or ()) - {part.name for part in parts}:
         known = ", ".join(part.name for part in parts)
@@ -146,14 +146,9 @@ def chosen(options: argparse.Namespace, card: str | None) -> list[Part]:
         return [part for part in parts if part.name in options.parts]
     there = [part for part in parts if part.where in ("both", "gpu" if card or options.smoke else "cpu")]
     if options.smoke:
-        there = list({_form(part) if part.where == "gpu" else part: part for part in there}.values())
+        once = {part.arguments.split()[0] if part.where == "gpu" else part: part for part in reversed(there)}
+        there = list(once.values())[::-1]
     return there
-
-
-def _form(part: Part) -> tuple[str, ...]:
-    """Subject and options of a part, without their values."""
-    subject, *words = part.arguments.split()
-    return subject, *(word for word in words if word.startswith("--"))
 
 
 def run_all(parts: list[Part], options: argparse.Namespace, card: str | None, say: Callable) -> int:
