@@ -11,6 +11,7 @@ from torch import distributed
 
 from pipeline import TooManyBadFiles
 
+from . import quiet
 from .progress import TooManySkipped
 from .ranks import Ranks
 from .signals import STOPPED
@@ -37,7 +38,8 @@ def run(program: str, main: Callable[[list[str]], None]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):  # SIGTERM as Ctrl-C, where no step is to be finished
         signal.signal(number, signal.default_int_handler)
     try:
-        main(sys.argv[1:])
+        with quiet.decoder():
+            main(sys.argv[1:])
     except TooManyBadFiles as error:
         sys.exit(f"{program}: {error}; see rejected.jsonl. Repair the data or raise --max-bad")
     except TooManySkipped as error:
