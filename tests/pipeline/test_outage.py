@@ -12,7 +12,8 @@ import pytest
 import torch
 from conftest import photo
 
-from pipeline import Augmentation, Index, Loader, evaluation_batches, graph, headers, waiting
+from pipeline import Augmentation, Index, Loader, evaluation_batches, graph, headers, sources, waiting
+from pipeline.walk import statuses
 
 N, GONE = 6, 4
 
@@ -282,8 +283,13 @@ def test_a_scan_waits_for_what_cannot_be_read_and_remembers_nothing_of_it(
             raise OSError(number, os.strerror(number), what)
         return real(what, *more, **how)
 
+    def looks(folder, names):  # by statx, and where that fails again by os.stat, which says why
+        there, found = statuses(folder, names)
+        return there & (not down), found
+
     expected = Index.scan(data)
     monkeypatch.setattr(module, name, fails, raising=False)
+    monkeypatch.setattr(sources, "statuses", looks)
     down.append(1)
     with pytest.raises(OSError, match=rf"a/.* cannot be read \({os.strerror(number)}\), nor could it for 8 minutes"):
         Index.scan(data, cache)
