@@ -284,9 +284,9 @@ def conclusions(d: dict) -> dict:
         label, ours = f"{row['operation']}: {row['provider']}", row["times_ours"] == 1
         size = row["size"] + (f", batch {row['batch']}" if row["batch"] else "")
         panels.setdefault(size, []).append(bar(label, *times, ours=ours))
-    stages = {"sample_views": ("sample", 1), "gather_patches": ("gather", GROUPS)}  # the path has a group's gather
-    path = {
-        stages[row["provider"]][0]: {"seconds": row["p50_us"] / 1e6 / stages[row["provider"]][1]}
+    stages = {"sample_views": "sample", "gather_patches": "gather"}
+    path = {  # which has a group's gather
+        stages[row["provider"]]: {"seconds": row["p50_us"] / 1e6 / row.get("groups", 1)}
         for row in rows
         if row["provider"] in stages and row["size"] == SIZES[0].name and row["batch"] == PATH_BATCH
     }
@@ -313,6 +313,7 @@ def main(arguments: list[str]) -> int:
                 | {"provider": name}
                 | {f"{key}_us": time[key] * 1e6 for key in ("p20", "p50", "p80")}
                 | {"runs": time["runs"], "times_ours": time["p50"] / ours, "bytes": moved}
+                | ({"groups": GROUPS} if about["operation"] == "gathering" else {})
                 | {"gb_per_second": rate / 1e9, "share_of_copy": rate / bandwidth}
             )
         result = {"copy_bytes_per_second": bandwidth, "rows": rows}
