@@ -66,7 +66,7 @@ def test_each_image_is_looked_at_once(tmp_path, monkeypatch):
     shown.clear()
     parts = []
     outcomes = [
-        evaluate(network, data, **how, ranks=Together(rank, 2, 2, torch.device("cpu"), parts)) for rank in (1, 0)
+        evaluate(network, data, **how, ranks=Together(rank, 2, 2, torch.device("cpu"), parts=parts)) for rank in (1, 0)
     ]
     assert shown[:9] == [1, 5, 7, 9, 11, 13, 15, 17, 19] and outcomes[0][0] == {}
     assert outcomes[1][0] == pytest.approx(figures) and outcomes[1][2] == bad
