@@ -35,6 +35,8 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     files, images = ([500], [5_000]) if options.smoke else (options.files, options.images)
     rows = []
+    if options.folder:
+        options.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.folder) as scratch:
         for count in files:
             root = link(Path(options.folder or scratch) / f"{count}-files", count)
