@@ -86,6 +86,7 @@ def probe(config: TuneConfig, ranks: Ranks, index: Index, evaluation: Index) -> 
     scores = PROBES[config.probe](
         vit.to(ranks.device), index, evaluation, images=config.probe_images, mean=description["mean"],
         std=description["std"], device=ranks.device, threads=ranks.threads(config.threads),
+        record=record(config, ranks, "evaluation"),
     )  # fmt: skip
     left_out = scores.pop("left_out")
     figures = ", ".join(f"{name} {scores[name]:.2f} %" for name in ("top1", "top5") if name in scores)
@@ -94,9 +95,9 @@ def probe(config: TuneConfig, ranks: Ranks, index: Index, evaluation: Index) -> 
         f"{scores['eval_images']:,} images, after {scores['train_images']:,} for training"
         + (f"; left out {len(left_out):,}: {named(left_out.items())}" if left_out else "")
     )
-    record = {"probe": config.probe, "encoder": config.encoder, "training": description["training"], **scores}
+    line = {"probe": config.probe, "encoder": config.encoder, "training": description["training"], **scores}
     with (config.output / "probes.jsonl").open("a") as file:
-        file.write(json.dumps(record | {"left_out": len(left_out)}) + "\n")
+        file.write(json.dumps(line | {"left_out": len(left_out)}) + "\n")
 
 
 def described(description: dict) -> str:
