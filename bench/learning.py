@@ -20,6 +20,8 @@ ARMS = {
     "aps": "APS",
     "uniform": "APS, patches drawn uniformly (gamma 0)",
     "one-group": "APS, one group instead of four, as many steps",
+    **{f"window-{size}": f"APS, the groups of {size} batches in turn" for size in (4, 16)},
+    **{f"redeal-{size}": f"APS, the groups of {size} batches in turn, images dealt anew" for size in (4, 16)},
 }
 
 

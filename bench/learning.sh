@@ -6,7 +6,8 @@
 #   python -m bench learning runs/learning          the table, also while the runs go on
 #
 # All arms take the same number of optimizer steps of pretraining (one group: from four times as many loaded images) and
-# the same fine-tuning; "scratch" is the fine-tuning alone, "scratch-long" takes as much arithmetic as pretraining (a pair
+# the same fine-tuning; window-N takes the groups of N batches in turn, redeal-N deals their images anew for each step
+# (neither is among the default ARMS); "scratch" is the fine-tuning alone, "scratch-long" takes as much arithmetic as pretraining (a pair
 # is 2 x 17 tokens, an image 65) and fine-tuning together.
 # Runs that are complete are left alone and others continued, so the same command goes on after a stop.
 # Settings by the environment: OUT, SEEDS, ARMS, JOBS (runs at a time), TRAIN_IMAGES and EVAL_IMAGES (as many of each class, evenly
@@ -46,9 +47,11 @@ for seed in $SEEDS; do
             aps) pretrain "$arm" "$seed" "$EPOCHS" ;;
             uniform) pretrain "$arm" "$seed" "$EPOCHS" --power 0 ;;
             one-group) pretrain "$arm" "$seed" $((4 * EPOCHS)) --groups 1 ;;
+            window-*) pretrain "$arm" "$seed" "$EPOCHS" --window "${arm#*-}" ;;
+            redeal-*) pretrain "$arm" "$seed" "$EPOCHS" --window "${arm#*-}" --redeal ;;
             scratch) tune "$arm" "$seed" "$TUNE_EPOCHS" --encoder none $shape ;;
             scratch-long) tune "$arm" "$seed" "$LONG_EPOCHS" --encoder none $shape ;;
-            *) echo "ARMS: $arm is none; expected some of aps, uniform, one-group, scratch, scratch-long" >&2 && exit 2 ;;
+            *) echo "ARMS: $arm is none; expected some of aps, uniform, one-group, window-N, redeal-N, scratch, scratch-long" >&2 && exit 2 ;;
         esac
     done
 done | xargs -P "$JOBS" -d '\n' -n 1 bash -c
