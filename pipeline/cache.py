@@ -12,28 +12,30 @@ import os
 import struct
 import sys
 import time
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-_MAGIC = b"APS index 4\n"
+_MAGIC = b"APS index 5\n"
 _ALIGNED = 64  # bytes
 _UNUSED = 30 * 86400  # seconds after which an index that no run has begun with is removed
 
 
 def write(path: Path, about: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
     """Write arrays, and what JSON can say of them, whole or not at all."""
-    layout = {name: [array.dtype.str, array.shape] for name, array in arrays.items()}
+    arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    layout = {name: [array.dtype.str, array.shape, zlib.crc32(array.data)] for name, array in arrays.items()}
     text = json.dumps(about | {"arrays": layout}).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     with open(part, "wb") as file:
-        file.write(_MAGIC + struct.pack("<Q", len(text)) + text)
+        file.write(_MAGIC + struct.pack("<QI", len(text), zlib.crc32(text)) + text)
         for array in arrays.values():
             file.write(bytes(-file.tell() % _ALIGNED))
-            file.write(np.ascontiguousarray(array).data)
+            file.write(array.data)
         file.flush()
         os.fsync(file.fileno())
     os.replace(part, path)
@@ -45,15 +47,20 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
         with open(path, "rb") as file:
             if file.read(len(_MAGIC)) != _MAGIC:
                 return None
-            (length,) = struct.unpack("<Q", file.read(8))
-            about = json.loads(file.read(length))
+            length, checksum = struct.unpack("<QI", file.read(12))
+            text = file.read(length)
+            if zlib.crc32(text) != checksum:
+                return None
+            about = json.loads(text)
             at, size = file.tell(), os.fstat(file.fileno()).st_size
             pages = np.memmap(file, np.uint8, "r").view(np.ndarray)
         arrays = {}
-        for name, (kind, shape) in about.pop("arrays").items():
+        for name, (kind, shape, checksum) in about.pop("arrays").items():
             at += -at % _ALIGNED
             dtype, begin = np.dtype(kind), at
             at += dtype.itemsize * int(np.prod(shape))
+            if zlib.crc32(pages[begin:at].data) != checksum:
+                return None
             arrays[name] = pages[begin:at].view(dtype).reshape(shape)
         return (about, arrays) if at == size else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):

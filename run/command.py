@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from . import __version__
+from .recipes import expanded
 
 Options = TypeVar("Options")
 
@@ -50,7 +51,7 @@ def parse(
     if "--version" in arguments:
         print(f"aps-pretrain {__version__}")
         sys.exit()
-    given = _read(Path(named.config).expanduser(), recipes["toy"].PROGRAM) if named.config else {}
+    given = _read(expanded(Path(named.config)), recipes["toy"].PROGRAM) if named.config else {}
     recipe = named.recipe or given.get("recipe", "toy")
     if recipe not in recipes:
         raise ValueError(f"--recipe {recipe}: expected one of {', '.join(recipes)}")
@@ -80,10 +81,15 @@ class _Own:
 def _read(file: Path, program: str) -> dict[str, Any]:
     """{option: value} of a file: TOML, or JSON as ``config.json`` of a run; tables within it are taken apart."""
     try:
-        content = tomllib.loads(file.read_text()) if file.suffix == ".toml" else json.loads(file.read_text())
+        text = file.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
+        content = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
         written_by, content = content.get("program", program), dict(content.get("config", content))
-    except (ValueError, AttributeError, TypeError) as error:
-        raise ValueError(f"--config {file}: {error}; expected TOML, or JSON as config.json of a run") from None
+    except OSError as error:
+        raise ValueError(f"--config {file}: {error.strerror}; expected a file of options") from None
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"--config {file}: {error}; expected a .toml file of options, or JSON as config.json of a run"
+        ) from None
     if written_by != program:
         raise ValueError(f"--config {file} is of {written_by}; expected options of {program}")
     parts = [value if isinstance(value, dict) else {name: value} for name, value in content.items()]

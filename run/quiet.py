@@ -1,8 +1,9 @@
 """Keeps the decoder's own lines out of stderr: the program itself names every file that it leaves out.
 
-nvImageCodec writes a coloured line for each attempt at a damaged file, by ``std::cerr``, from threads of its own, and
-has no switch for that; DALI passes none on. So file descriptor 2 becomes a pipe to a small process that hands on all
-other lines, also those that a dying process leaves in it. Python's own stderr goes where it went.
+nvImageCodec writes a coloured line for each attempt at a damaged file, by ``std::cerr``, from threads of its own (whose
+lines may be mixed), libjpeg and libpng plain ones; there is no switch for that, and DALI passes none on. So file
+descriptor 2 becomes a pipe to a small process that hands on all other lines, also those that a dying process leaves in
+it. Python's own stderr goes where it went.
 """
 
 import os
@@ -13,9 +14,14 @@ from contextlib import contextmanager, suppress
 
 _FILTER = r"""
 import re, sys
-its = re.compile(rb"\x1b\[[\d;]*m\[(WARNING|ERROR|FATAL ERROR)\] \x1b\[[\d;]*m\[\w+\] ")
+its = re.compile(
+    rb"\x1b\[[\d;]*m.*\[(WARNING|ERROR)\] |\[(WARNING|ERROR)\] .*\x1b\[[\d;]*m"
+    rb"|\[\w+_decoder\] |Could not decode \w+ code"
+    rb"|^(Corrupt JPEG data|libpng (warning|error)): "
+    rb"|^(Unsupported marker type|Premature end of JPEG)"
+)
 for line in sys.stdin.buffer:
-    if not its.match(line):
+    if not its.search(line):
         sys.stdout.buffer.write(line)
         sys.stdout.buffer.flush()
 """

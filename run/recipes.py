@@ -59,7 +59,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if isinstance(value, Path):
-                object.__setattr__(self, name, value.expanduser())
+                object.__setattr__(self, name, expanded(value))
         for name in ("epochs", "batch_size", "checkpoint_every", "keep_last", "log_every"):
             check(getattr(self, name) > 0, self, name, "more than 0")
         for name in ("keep_every", "lr", "weight_decay"):
@@ -242,6 +242,14 @@ class Config(ImagesConfig):
         check(not (self.fsdp and self.compress_gradients), self, "compress_gradients", "not with --fsdp")
         check(min(self.std) > 0 and max(self.std) < math.inf, self, "std", "three numbers above 0")
         check(all(map(math.isfinite, self.mean)), self, "mean", "three numbers")
+
+
+def expanded(path: Path) -> Path:
+    """A path with the home folder in place of "~"; ValueError where there is none."""
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{path}: {error}; expected the name of a user behind ~, or a whole path") from None
 
 
 def check(right: bool, config: RunConfig, name: str, expected: str) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from run.recipes import ImagesConfig, check
+from run.recipes import ImagesConfig, check, expanded
 
 from .labelled import LabelledAugmentation
 
@@ -113,7 +113,7 @@ class TuneConfig(ImagesConfig):
         if self.encoder != "none":
             for name in ("patch_size", "depth"):
                 check(not getattr(self, name), self, name, "no such option beside --encoder, which has its own")
-            object.__setattr__(self, "encoder", str(Path(self.encoder).expanduser()))
+            object.__setattr__(self, "encoder", str(expanded(Path(self.encoder))))
 
 
 TUNE_RECIPES: dict[str, TuneConfig] = {

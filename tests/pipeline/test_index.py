@@ -157,7 +157,9 @@ def test_the_cache_is_used_until_something_changes(tmp_path, reads):
     (root / "a/2.png").unlink()
     assert not scanned() and len(Index.scan(root, cache)) == 2, "what it was before"
     whole = again.stored.read_bytes()
-    for content in (b"", b"garbage", whole[:-40], whole[:40], whole + b"1", whole.replace(b"index 4", b"index 5")):
+    flipped = [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in (-1, -9, len(whole) // 2, 60, 100)]
+    older = whole.replace(b"APS index", b"APS Index")
+    for content in (b"", b"garbage", whole[:-40], whole[:40], whole + b"1", older, *flipped):
         again.stored.unlink()  # a file that is mapped is not written to
         again.stored.write_bytes(content)
         assert scanned() and not scanned(), "a damaged cache"

@@ -63,7 +63,7 @@ def test_a_file_of_options_goes_between_recipe_and_command_line(tmp_path):
 
 
 WRONG = [  # content of a file, and what is said of it
-    ("recipe = ", "expected TOML, or JSON"), ("rate = 3", "no option rate in train.py"),
+    ("recipe = ", "expected a .toml file"), ("rate = 3", "no option rate in train.py"),
     ('epochs = "3"', "epochs = '3'; expected float"), ("epochs = -1", "--epochs -1"),
     ("betas = [1]", r"betas = \[1\]; expected tuple\[float, float\]"), ("fsdp = 1", "fsdp = 1; expected bool"),
     ('precision = "half"', "precision = 'half'; expected .*float32"), ("seed = 1.5", "seed = 1.5; expected int"),
@@ -79,6 +79,14 @@ def test_what_is_wrong_in_a_file_of_options_is_one_line(tmp_path, content, said)
     with pytest.raises(ValueError, match=said) as error:
         parse("--config", str(file))
     assert "\n" not in str(error.value)
+
+
+def test_files_and_folders_that_are_not_there(tmp_path):
+    for file, said in ((tmp_path / "a.toml", "No such file"), (tmp_path, "Is a directory"), ("~nosuch/a.toml", "home")):
+        with pytest.raises(ValueError, match=f"{'--config ' if '~' not in str(file) else ''}.*{said}"):
+            parse("--config", str(file))
+    with pytest.raises(ValueError, match=r"~nosuch.*; expected the name of a user"):
+        parse("--output", "~nosuch/run")
 
 
 @pytest.mark.parametrize("kind", [Config, TuneConfig, DetectionConfig])

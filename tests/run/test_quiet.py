@@ -15,6 +15,8 @@ with quiet.decoder():
     for part in (b"\x1b[0;31m[ERR", b"OR] \x1b[0m[libjpeg_turbo_decoder] Could not decode", b" jpeg\n"):
         os.write(2, part)
     os.write(2, b"\x1b[1;33m[WARNING] \x1b[0m[nvimgcodec] slow\n[ERROR] of a library\n\x1b[0;31mred\x1b[0m\n")
+    os.write(2, b"\x1b[0;31m\x1b[0;31m[ERROR] \x1b[0m[libjpeg_turbo_decoder] No\n[ERROR] \x1b[0;31m\x1b[0m[lib] x\n")
+    os.write(2, b"Corrupt JPEG data: premature end of data segment\nUnsupported marker type 0xaa\nlibpng error: bad\n")
     print("of Python", file=sys.stderr)
     subprocess.run(["sh", "-c", "echo of a child >&2"])
     END

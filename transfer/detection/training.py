@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from model import create_encoder, timm_arguments
 from run.checkpoint import copied
 from run.ranks import Ranks
+from run.recipes import expanded
 from run.session import check_share
 from transfer.pretrained import load_encoder
 
@@ -39,7 +40,7 @@ def new_detector(config: DetectionConfig, categories: int) -> tuple[nn.Module, d
         vit = create_encoder(name, sincos=True, frozen_patch_embed=False, seed=config.seed, **sizes, **more)
         known = {key: vit.pretrained_cfg[key] for key in ("mean", "std")} | {"model": name, "arguments": sizes}
     else:
-        source = Path(config.encoder).expanduser()
+        source = expanded(Path(config.encoder))
         vit, known = load_encoder(source, model=config.model, image_size=config.image_size, **more)
         known["arguments"].pop("drop_path_rate")  # of the training, not of the model
     arguments = {
