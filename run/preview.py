@@ -23,7 +23,7 @@ from pipeline.toy import make_toy
 
 from .images import TOY
 from .program import opening
-from .recipes import RECIPES
+from .recipes import RECIPES, expanded
 from .training import plan_patches, sample_patches
 
 COLOURS = (20, 90, 200), (240, 110, 10)  # of view 1 and view 2
@@ -292,7 +292,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--epoch", type=int, default=0, help="counted from 0, which is the default")
     with opening("run.preview"):
         options = parser.parse_args(arguments)
-        output = options.output.expanduser()
+        output = expanded(options.output)
         if not 1 <= options.images <= MOST:
             raise ValueError(f"--images {options.images}: expected 1 to {MOST}")
         if not 0 <= options.epoch < 2**31:

@@ -17,8 +17,7 @@ import re, sys
 its = re.compile(
     rb"\x1b\[[\d;]*m.*\[(WARNING|ERROR)\] |\[(WARNING|ERROR)\] .*\x1b\[[\d;]*m"
     rb"|\[\w+_decoder\] |Could not decode \w+ code"
-    rb"|^(Corrupt JPEG data|libpng (warning|error)): "
-    rb"|^(Unsupported marker type|Premature end of JPEG)"
+    rb"|^(Corrupt JPEG data: |libpng (warning|error): |Unsupported marker type|Premature end of JPEG)"
 )
 for line in sys.stdin.buffer:
     if not its.search(line):
