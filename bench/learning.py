@@ -1,4 +1,4 @@
-"""The table of ``bench/learning.sh``: accuracy after fine-tuning, and k-NN before it, as mean and spread over seeds.
+"""The table of ``bench/learning.sh``: accuracy after fine-tuning, and k-NN and loss before it, as mean and spread over seeds.
 
 The spread is the standard deviation of the seeds (n - 1). Runs that are not complete are not counted.
 """
@@ -31,6 +31,7 @@ def table(folder: Path) -> list[dict]:
     for arm, what in ARMS.items():
         pretrained, finetuned = rf"{arm}-\d+", rf"{arm}-\d+-tuned"
         tuned = _figures(folder, finetuned, "top1")
+        loss = _figures(folder, pretrained, "loss", last=2)
         knn = _figures(folder, pretrained, "knn_trained")
         untrained = _figures(folder, pretrained, "knn_untrained")
         steps, tuning_steps = (_figures(folder, runs, "step") for runs in (pretrained, finetuned))
@@ -38,18 +39,20 @@ def table(folder: Path) -> list[dict]:
             rows.append({
                 "arm": what, "steps": int(max(steps, default=0)), "tuning_steps": int(max(tuning_steps, default=0)),
                 "runs": len(tuned), "top1": _mean(tuned), "top1_spread": _spread(tuned),
-                "knn": _mean(knn), "knn_spread": _spread(knn), "knn_untrained": _mean(untrained),
+                "knn": _mean(knn), "knn_spread": _spread(knn), "knn_untrained": _mean(untrained), "knn_runs": len(knn),
+                "loss": _mean(loss), "loss_spread": _spread(loss),
             })  # fmt: skip
     return rows
 
 
-def _figures(folder: Path, pattern: str, name: str) -> list[float]:
-    """The last figure of that name in each complete run of an arm."""
+def _figures(folder: Path, pattern: str, name: str, last: int = 1) -> list[float]:
+    """The mean of the last figures of that name in each complete run of an arm."""
     found = []
     for run in sorted(folder.iterdir()):
         if re.fullmatch(pattern, run.name) and any((run / f"{end}.json").exists() for end in ("model", "encoder")):
             lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-            found += [line[name] for line in lines if name in line][-1:]
+            if values := [line[name] for line in lines if name in line][-last:]:
+                found.append(statistics.mean(values))
     return found
 
 
@@ -75,12 +78,15 @@ def conclusions(d: dict) -> dict:
     for row in d["rows"]:
         parts = ("pretraining", row["steps"]), ("fine-tuning", row["tuning_steps"])
         steps = ", ".join(f"{count:,} steps of {what}" for what, count in parts if count)
-        more = [f"runs: {row['runs']}"]
+        said = [f"runs: {row['runs'] or row['knn_runs']}"]
         if row["knn"] is not None:
-            more.append(f"k-NN {accuracy(row['knn'], row['knn_spread'])}, untrained {row['knn_untrained']:.1f} %")
-        tuned = f"{accuracy(row['top1'], row['top1_spread'])} after fine-tuning"
-        found.append(finding(f"accuracy: {row['arm']}; {steps}", tuned, *more))
+            said.append(f"k-NN {accuracy(row['knn'], row['knn_spread'])}, untrained {row['knn_untrained']:.1f} %")
+            said.append(f"loss {row['loss']:.4f}" + (f" +- {row['loss_spread']:.4f}" if row["loss_spread"] else ""))
+        if row["runs"]:
+            said.insert(0, f"{accuracy(row['top1'], row['top1_spread'])} after fine-tuning")
+        found.append(finding(f"accuracy: {row['arm']}; {steps}", *said))
     panels = {"after fine-tuning": [*bars("top1")], "k-NN before it": [*bars("knn")]}
+    panels = {name: rows for name, rows in panels.items() if rows}
     plots = [plot("What pretraining is worth", "% (standard deviation of seeds)", panels)]
     return {"findings": found, "plots": plots}
 

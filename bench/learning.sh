@@ -7,11 +7,12 @@
 #
 # All arms take the same number of optimizer steps of pretraining (one group: from four times as many loaded images) and
 # the same fine-tuning; window-N takes the groups of N batches in turn, redeal-N deals their images anew for each step
-# (neither is among the default ARMS); "scratch" is the fine-tuning alone, "scratch-long" takes as much arithmetic as pretraining (a pair
+# (neither is among the default ARMS). "scratch" is the fine-tuning alone, "scratch-long" takes as much arithmetic as pretraining (a pair
 # is 2 x 17 tokens, an image 65) and fine-tuning together.
 # Runs that are complete are left alone and others continued, so the same command goes on after a stop.
 # Settings by the environment: OUT, SEEDS, ARMS, JOBS (runs at a time), TRAIN_IMAGES and EVAL_IMAGES (as many of each class, evenly
-# spaced; 0: all), EPOCHS of pretraining, TUNE_EPOCHS and LONG_EPOCHS of fine-tuning, MODEL and TUNE (further options).
+# spaced; 0: all), KNN_IMAGES (a quarter as many queries), EPOCHS of pretraining, TUNE_EPOCHS (0: none) and LONG_EPOCHS of
+# fine-tuning, MODEL and TUNE (further options).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -32,11 +33,12 @@ data="--data $OUT/train.txt --eval-data $OUT/eval.txt --threads 1 --log-every 50
 pretrain() { # ARM SEED EPOCHS [OPTIONS]: pretraining, then fine-tuning
     local run=$OUT/$1-$2
     echo "[ -e $run/encoder.json ] || $python train.py --recipe cifar-vit-t $data --seed $2 --output $run --epochs $3" \
-        "--warmup-epochs $(awk "BEGIN { print $3 / 10 }") --knn-images ${TRAIN_IMAGES:-10000} $MODEL ${*:4} >$run.log 2>&1;" \
+        "--warmup-epochs $(awk "BEGIN { print $3 / 10 }") --knn-images ${KNN_IMAGES:-${TRAIN_IMAGES:-10000}} $MODEL ${*:4} >$run.log 2>&1;" \
         "$(tune "$1" "$2" "$TUNE_EPOCHS" --encoder "$run")"
 }
 tune() { # ARM SEED EPOCHS [OPTIONS]: fine-tuning alone
     local run=$OUT/$1-$2-tuned
+    [ "$3" = 0 ] && echo : && return
     echo "[ -e $run/model.json ] || $python finetune.py --recipe cifar $data --eval-every 100 --seed $2 --output $run" \
         "--epochs $3 $TUNE ${*:4} >$run.log 2>&1"
 }
