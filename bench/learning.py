@@ -1,4 +1,4 @@
-"""The table of ``bench/learning.sh``: accuracy after fine-tuning, k-NN and loss before it, as mean and spread over seeds.
+"""The table of ``bench/learning.sh``: accuracy after fine-tuning, k-NN and loss before it; mean and spread over seeds.
 
 The spread is the standard deviation of the seeds (n - 1). Runs that are not complete are not counted.
 """
