@@ -81,6 +81,7 @@ def conclusions(d: dict) -> dict:
         said = [f"runs: {row['runs'] or row['knn_runs']}"]
         if row["knn"] is not None:
             said.append(f"k-NN {accuracy(row['knn'], row['knn_spread'])}, untrained {row['knn_untrained']:.1f} %")
+        if row.get("loss") is not None:  # results of before it was kept have none
             said.append(f"loss {row['loss']:.4f}" + (f" +- {row['loss_spread']:.4f}" if row["loss_spread"] else ""))
         if row["runs"]:
             said.insert(0, f"{accuracy(row['top1'], row['top1_spread'])} after fine-tuning")
