@@ -26,7 +26,7 @@ SUBJECTS = {
     "learning": "the table of learning.sh: what pretraining is worth, against training from scratch",
     "train": "train.py end to end, and the share of time it waits for data (needs DALI and tyro)",
     "all": "every subject in sequence, each behind its tests, to one folder",
-    "report": "all results as a page, plots and README's results section (needs matplotlib)",
+    "report": "all results as a page, plots and the tables of README and docs/ (needs matplotlib)",
     "compare": "two results, folders of results or commits: ratios; exits with 1 where one is slower",
     "curves": "loss, accuracy and speed of one or several runs as one PNG (needs matplotlib)",
 }

@@ -1,4 +1,4 @@
-"""The README against the code: a newcomer runs its commands from top to bottom; its files are there.
+"""README and docs/ against the code: a newcomer runs their commands from top to bottom; files and links are there.
 
 Each command is run with words of this test in place of its names of folders, and in small. ``make`` and ``pip`` are
 what CI begins with; what only a cluster has is read by the programs' parsers and not run.
@@ -19,8 +19,9 @@ import train
 from bench.__main__ import SUBJECTS
 from transfer.detection.scenes import make_scenes
 
-README = (ROOT / "README.md").read_text()
-BLOCKS = [block.replace("\\\n", " ") for block in re.findall(r"```bash\n(.*?)```", README, re.S)]
+PAGES = {path: path.read_text() for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
+TEXT = "\n".join(PAGES.values())
+BLOCKS = [block.replace("\\\n", " ") for block in re.findall(r"```bash\n(.*?)```", TEXT, re.S)]
 PROGRAMS = {"train.py": train, "finetune.py": finetune, "detect.py": detect}
 TUNE = (
     "--device", "cpu", "--precision", "float32", "--threads", "1", "--batch-size", "12", "--epochs", "1",
@@ -51,7 +52,7 @@ def commands(lines):
 
 @pytest.fixture(scope="module")
 def places(photos, undisturbed, tmp_path_factory):
-    """{word of README: what stands for it}."""
+    """{word of the pages: what stands for it}."""
     folder = tmp_path_factory.mktemp("newcomer")
     found = {name: photos for name in ("IMAGES", "TRAIN", "VAL", "FOLDER")}
     found |= {name: folder / name for name in ("RUN", "TUNED", "SCRATCH", "DETECTOR", "DIR", "sheet.png")}
@@ -68,7 +69,7 @@ def test_a_newcomer_runs_every_command(places, tmp_path_factory, monkeypatch, ca
     scenes = dict(zip(("train.json", "TRAIN", "val.json", "VAL"), map(str, chain(*drawn.values())), strict=True))
     monkeypatch.chdir(tmp_path_factory.mktemp("cwd"))
     lines = [line for block in BLOCKS if "#SBATCH" not in block for line in block.splitlines()]
-    lines += re.findall(r"`(python -m model\.export [^`]+)`", README)
+    lines += re.findall(r"`(python -m model\.export [^`]+)`", TEXT)
     done = set()
     for name, arguments, ranks in commands(lines):
         here = places | scenes if name == "detect.py" else places
@@ -86,7 +87,7 @@ def test_a_newcomer_runs_every_command(places, tmp_path_factory, monkeypatch, ca
             assert not import_module(module).main(given), given
         done.add(name)
     assert done >= {*PROGRAMS, "run.preview", "model.export", "bench"}
-    snippet = re.search(r"```python\n(.*?)```", README, re.S)[1].replace("RUN", places["RUN"])
+    snippet = re.search(r"```python\n(.*?)```", TEXT, re.S)[1].replace("RUN", places["RUN"])
     loaded = {}
     exec(snippet, loaded)
     assert loaded["encoder"].num_features == 192
@@ -97,16 +98,36 @@ def test_other_commands_are_understood():
     """Those of clusters, by the parser; the benchmarks by name: ``bench/device.sh`` runs them."""
     for name, arguments, _ in commands(line for block in BLOCKS if "#SBATCH" in block for line in block.splitlines()):
         PROGRAMS[name].parse([word for word in arguments if word != "&"])
-    subjects = re.findall(r"python -m bench (\w+)", README)
+    subjects = re.findall(r"python -m bench (\w+)", TEXT)
     assert subjects and set(subjects) <= {*SUBJECTS, "SUBJECT"}
-    targets = re.findall(r"\bmake (\w+)`", README) + re.findall(r"^make (\w+)", "\n".join(BLOCKS), re.M)
+    targets = re.findall(r"\bmake (\w+)`", TEXT) + re.findall(r"^make (\w+)", "\n".join(BLOCKS), re.M)
     makefile = (ROOT / "Makefile").read_text()
     assert len(targets) > 1 and all(re.search(rf"^{target}:", makefile, re.M) for target in targets)
 
 
+def anchors(text):
+    """Those that GitHub gives the headings of a page: small letters, digits, hyphens for spaces."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_lead_somewhere():
+    """To files and headings of the project; every page of docs/ is reached from README."""
+    reached = set()
+    for page, text in PAGES.items():
+        for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
+            name, _, anchor = target.partition("#")
+            file = (page.parent / name).resolve() if name else page
+            assert file.exists(), f"{page.name}: {target}"
+            assert not anchor or anchor in anchors(PAGES[file]), f"{page.name}: {target}"
+            if page.name == "README.md":
+                reached.add(file)
+    assert reached >= PAGES.keys() - {ROOT / "README.md"}
+
+
 def test_the_file_map_is_complete():
     """Each folder of the product has a row that names each of its modules, and no other."""
-    table = README.split("## Files")[1].split("\n## ")[0]
+    table = PAGES[ROOT / "docs/files.md"]
     rows = dict(re.findall(r"^\| (`.*?`) \| (.*) \|$", table, re.M))
     for folder in ("kernels", "pipeline", "model", "run", "transfer", "transfer/detection"):
         there = {path.name for path in (ROOT / folder).glob("*.py")} - {"__init__.py"}

@@ -1,4 +1,4 @@
-"""The tables of README, which ``bench report`` puts there, of the rows that measurements keep in their results."""
+"""The tables of README and docs/, put there by ``bench report``: the rows that measurements keep in their results."""
 
 from collections.abc import Iterable
 from itertools import pairwise
@@ -73,18 +73,22 @@ def markdown(table: Table) -> str:
     return "\n".join(["| " + lines[0] + " |", "|---" * len(table[0]) + "|", *(f"| {line} |" for line in lines[1:])])
 
 
-def section(readme: str, results: list[Result]) -> str:
-    """README with its tables between the markers made anew; ValueError where markers are missing."""
-    found = {"headline": markdown(headline(results)), "scaling": markdown(own_table(results))}
+def blocks(results: list[Result]) -> dict[str, str]:
+    """{name of its markers: all that stands between them}."""
     folded = (
         f"<details><summary>{title} {len(table) - 1} figures in <code>{name}</code></summary>\n\n{markdown(table)}\n\n"
         "</details>"
         for title, name, table in by_machine(results)
     )
-    for name, text in (found | {"results": "\n\n".join(folded)}).items():
-        opening, closing = f"<!-- {name} -->", f"<!-- /{name} -->"
-        if not readme.count(opening) == readme.count(closing) == 1 or readme.index(opening) > readme.index(closing):
-            raise ValueError(f"README.md: expected {opening} and below it {closing}, each once")
-        before, rest = readme.split(opening)
-        readme = f"{before}{opening}\n\n{text}\n\n{closing}{rest.split(closing)[1]}"
-    return readme
+    return {
+        "headline": markdown(headline(results)), "scaling": markdown(own_table(results)), "results": "\n\n".join(folded)
+    }  # fmt: skip
+
+
+def placed(page: str, name: str, text: str, file: str) -> str:
+    """The page of that file with the text between the markers of that name; ValueError where these are missing."""
+    opening, closing = f"<!-- {name} -->", f"<!-- /{name} -->"
+    if not page.count(opening) == page.count(closing) == 1 or page.index(opening) > page.index(closing):
+        raise ValueError(f"{file}: expected {opening} and below it {closing}, each once")
+    before, rest = page.split(opening)
+    return f"{before}{opening}\n\n{text}\n\n{closing}{rest.split(closing)[1]}"

@@ -1,4 +1,4 @@
-"""README and the page say what the result files say, and these what follows from their figures."""
+"""README, docs/ and the page say what the result files say, and these what follows from their figures."""
 
 import json
 import re
@@ -43,18 +43,20 @@ def test_what_a_result_says_follows_from_its_figures():
 
 
 def test_a_changed_result_shows(tmp_path, monkeypatch):
-    """Another row in a result file, or another one in README, makes the check fail; the report then repairs it."""
+    """Another row in a result file, or another one in a table, makes the check fail; the report then repairs it."""
     readme = shutil.copy(ROOT / "README.md", tmp_path / "README.md")
+    docs = shutil.copytree(ROOT / "docs", tmp_path / "docs")
     results = shutil.copytree(RESULTS, tmp_path / "results", ignore=shutil.ignore_patterns("plots"))
-    monkeypatch.setattr(report, "README", readme)
+    monkeypatch.setattr(report, "ROOT", tmp_path)
     monkeypatch.setattr(report, "RESULTS", results)
     monkeypatch.setattr(page, "page", lambda *_: "")
     monkeypatch.setattr(tables, "ROOT", tmp_path.parent)
     check = ["--results", str(results), "--check"]
     assert report.main(check[:2]) == 0 and report.main(check) == 0
-    readme.write_text(readme.read_text().replace("<!-- /headline -->", "typed by hand\n<!-- /headline -->"))
-    assert report.main(check) == 1
-    assert report.main(check[:2]) == 0 and report.main(check) == 0
+    for place, name in ((readme, "headline"), (docs / "scaling.md", "scaling"), (docs / "results.md", "results")):
+        place.write_text(place.read_text().replace(f"<!-- /{name} -->", f"typed by hand\n<!-- /{name} -->"))
+        assert report.main(check) == 1, name
+        assert report.main(check[:2]) == 0 and report.main(check) == 0
     file = next(results.glob("*/kernel_variants.json"))
     for old, new, stale in (("57.6 us", "59.6 us", "README.md"), ("5.7631", "5.9631", "path.svg")):
         text = file.read_text()
