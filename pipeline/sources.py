@@ -29,6 +29,8 @@ _PACKED = re.compile(r".*\.(tar\.\w+|tgz|tbz2?|txz|tzst)", re.IGNORECASE | re.DO
 _PACKED_ENDS = b".tar", b".tgz\0", b".tbz", b".txz\0", b".tzst\0"  # of some name, where one may be a tar, packed or not
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _WANTED = "expected a folder of images, or of class folders with images, or tar shards, or a list"
+_SCHEME = re.compile("([a-zA-Z][a-zA-Z0-9+.-]+):/+")  # a Path has lost one slash
+_HUB = "hf download --repo-type dataset {} --local-dir FOLDER"
 _REMOTE_TAR = "tar shards are not read from S3; expected the shards on a local disk, or a list of single images on S3"
 _LATER = -1  # in the place of a time: of a file that was not asked yet
 _OPEN = 256  # shards kept open; many systems allow a process 1,024 files
@@ -39,20 +41,16 @@ _READERS = 8
 
 def find(root):
     """The source that ``root`` names; ValueError or OSError in one line if there is none."""
-    if re.match(r"s3:/.*\.tar$", str(root), re.IGNORECASE):  # a Path has lost one slash
-        raise ValueError(f"{root}: {_REMOTE_TAR}")
-    if re.match(r"s3:/", str(root)):
-        raise ValueError(
-            f"{root}: nothing here can list or open a bucket; expected local data, or a list whose lines are "
-            "uri<TAB>label<TAB>height<TAB>width"
-        )
-    root = Path(root).expanduser()
+    given, root = str(root), Path(root).expanduser()
     name = root.name.lower()
     if not root.exists():
-        if _RANGE.search(str(root)):
+        if scheme := _SCHEME.match(given):
+            raise ValueError(_remote(scheme[1].lower(), given[scheme.end() :]))
+        if _RANGE.search(given):
             return _pattern(str(root))
         kind = "file" if name.endswith((".tar", *_LISTS)) else "folder"
-        raise FileNotFoundError(f"no {kind} {root.resolve()}: {_WANTED}")
+        hint = f"; a data set is not found by its name: {_HUB.format(given)} fetches it" if _is_name(given) else ""
+        raise FileNotFoundError(f"no {kind} {root.resolve()}: {_WANTED}{hint}")
     if root.is_dir():
         return _folder(root.resolve())
     if _PACKED.fullmatch(name):
@@ -62,6 +60,30 @@ def find(root):
     if root.is_file() and name.endswith(_LISTS):
         return TextList(root)
     raise NotADirectoryError(f"{root.resolve()} is a file: {_WANTED} ({' '.join(_LISTS)})")
+
+
+def _remote(scheme, place):
+    """What to say of data that lie elsewhere."""
+    uri = printable(f"{scheme}://{place}")
+    if scheme == "s3" and place.lower().endswith(".tar"):
+        return f"{uri}: {_REMOTE_TAR}"
+    if scheme == "s3":
+        return (
+            f"{uri}: nothing here can list or open a bucket; expected local data (aws s3 cp --recursive {uri} FOLDER), "
+            "or a list whose lines are uri<TAB>label<TAB>height<TAB>width"
+        )
+    hub = re.fullmatch(r"(?:huggingface\.co/)?datasets/([\w.-]+/[\w.-]+)(?:@.*|/.*)?", place)
+    if scheme == "hf" or hub:
+        how = f": {_HUB.format(hub[1] if hub else 'OWNER/NAME')} fetches it"
+    else:
+        how = f": gcloud storage cp -r {uri} FOLDER fetches it" if scheme == "gs" else ""
+    return f"{uri}: {scheme}:// is not read; {_WANTED}, on a disk{how}"
+
+
+def _is_name(given):
+    """Whether that may be the name of a data set, as OWNER/NAME on Hugging Face's hub or one word."""
+    owner = re.fullmatch(r"(?:([\w-][\w.-]*)/)?[\w-]+", given)
+    return bool(owner) and not (owner[1] and os.path.isdir(owner[1]))
 
 
 def natural(name):

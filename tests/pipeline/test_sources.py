@@ -324,13 +324,33 @@ def test_errors_are_one_clear_line(tmp_path):
             Index.scan(tmp_path / name)
         assert "\n" not in str(caught.value)
     assert len(Index.scan(tmp_path / "images")) == 1, "among images a compressed tar is a file like any other"
-    with pytest.raises(
-        ValueError, match=r"a-{0..9}.tar: tar shards are not read from S3; expected the shards on a local"
-    ):
-        Index.scan("s3://bucket/a-{0..9}.tar")
-    for root in ("s3://bucket/shards", Path("s3://bucket/shards")):
-        with pytest.raises(ValueError, match=r"nothing here can list or open a bucket; expected local data, or a list"):
-            Index.scan(root)
+
+
+ELSEWHERE = [
+    ("s3://bucket/a-{0..9}.tar", "s3://bucket/a-{0..9}.tar: tar shards are not read from S3; expected the shards on a"),
+    ("s3://bucket/shards", "nothing here can list or open a bucket; expected local data (aws s3 cp --recursive s3://b"),
+    ("https://host/a.tar", "https://host/a.tar: https:// is not read; expected a folder of images, or "),
+    ("gs://bucket/images", "on a disk: gcloud storage cp -r gs://bucket/images FOLDER fetches it"),
+    ("hf://datasets/owner/name", "on a disk: hf download --repo-type dataset owner/name --local-dir FOLDER fetches it"),
+    ("https://huggingface.co/datasets/owner/name/tree/main", "hf download --repo-type dataset owner/name --local-dir"),
+    ("owner/name", "no folder {cwd}/owner/name: expected a folder of images"),
+    ("owner/name", "not found by its name: hf download --repo-type dataset owner/name --local-dir FOLDER fetches it"),
+    ("cifar10", "not found by its name: hf download --repo-type dataset cifar10 --local-dir FOLDER fetches it"),
+]
+
+
+@pytest.mark.parametrize("root, message", ELSEWHERE, ids=[root for root, _ in ELSEWHERE])
+def test_what_is_not_on_a_disk_is_refused_with_what_works(tmp_path, monkeypatch, root, message):
+    monkeypatch.chdir(tmp_path)
+    for given in (root, Path(root)):  # of a Path, a slash is lost
+        with pytest.raises((ValueError, OSError)) as caught:
+            Index.scan(given)
+        assert message.replace("{cwd}", str(tmp_path)) in str(caught.value) and "\n" not in str(caught.value)
+    (tmp_path / "images").mkdir()
+    for given in ("images/gone", tmp_path / "gone", "../gone", "gone.tar"):
+        with pytest.raises(FileNotFoundError, match=r"no f[a-z]+ .*gone") as caught:
+            Index.scan(given)
+        assert "hf download" not in str(caught.value)
 
 
 # ---- Shards: batches
