@@ -1,15 +1,17 @@
 """The scan of an image folder: labels, sizes, rejections, cache."""
 
+import itertools
 import os
 import pickle
 import subprocess
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from pipeline import Index, cache, headers, scan
+from pipeline import Index, cache, headers, latency, scan, walk
 from pipeline.paths import Paths
 
 
@@ -54,6 +56,54 @@ def test_class_folders(tmp_path):
     assert len(index) == 8 and index.labels.dtype == np.int64
     assert index.sizes.dtype == np.int32 and (index.sizes == [20, 30]).all()
     assert all(os.path.samefile(index.file(i), root / path) for i, path in enumerate(index.paths))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_walk_says_of_each_file_what_the_system_says(tmp_path, monkeypatch, late):
+    for name in [
+        "a.d/x",
+        "a/b",
+        "a/é.jpg",
+        "a/deep/c",
+        "a0",
+        "b/.hidden/x",
+        "b/1",
+        "b/2",
+        "b/3",
+        "b/4",
+        "empty/.x",
+        "z",
+    ]:
+        fill(tmp_path / name, name.encode() * 3)
+    os.truncate(tmp_path / "b/1", 5 << 30)
+    os.utime(tmp_path / "b/2", ns=(0, -1_500_000_001))
+    os.utime(tmp_path / "b/3", ns=(0, 2**32 * 10**9 + 7))
+    (tmp_path / "b/0").symlink_to(tmp_path / "a")
+    for name in ("a/a.jpg", "b/5.jpg", "z.jpg"):  # each where a file was the one that was asked before
+        (tmp_path / name).symlink_to(tmp_path / "nowhere")
+    monkeypatch.setattr(walk, "_AT_ONCE", 2)
+    monkeypatch.setattr(walk, "_memory", walk._Memory())
+    if late:
+        monkeypatch.setattr(latency, "_WAITED", -1)
+        turns, ask = itertools.count(), walk._statx()
+
+        def asked(folder, name, *how):
+            time.sleep(0.002)  # others come between
+            return name in (b"4", b"deep") or ask(folder, name, *how)  # of the first two it fails
+
+        monkeypatch.setattr(walk, "_statx", lambda: asked)
+        used = {"ru_utime": 0, "ru_stime": 0, "ru_nivcsw": 0}
+        monkeypatch.setattr(latency.resource, "getrusage", lambda _: SimpleNamespace(ru_nvcsw=next(turns), **used))
+
+    found = walk.walk(str(tmp_path), lambda name: name.endswith(".jpg"))
+    seen = {}
+    for folder, folders, files in os.walk(tmp_path, followlinks=True):
+        folders[:] = [name for name in folders if name[0] != "."]
+        paths = [os.path.join(folder, name) for name in files if name[0] != "."]
+        seen |= {os.path.relpath(path, tmp_path): os.stat(path) for path in paths if os.path.exists(path)}
+    assert list(Paths.joined(found.names)) == sorted(seen, key=os.fsencode)
+    assert found.stamps.tolist() == [[seen[x].st_size, seen[x].st_mtime_ns] for x in Paths.joined(found.names)]
+    assert found.unreadable == dict.fromkeys(["a/a.jpg", "b/0/a.jpg", "b/5.jpg", "z.jpg"], "broken link")
 
 
 def test_a_flat_folder_below_home_has_no_classes(tmp_path, monkeypatch):

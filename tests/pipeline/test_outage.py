@@ -284,8 +284,8 @@ def test_a_scan_waits_for_what_cannot_be_read_and_remembers_nothing_of_it(
         return real(what, *more, **how)
 
     def looks(folder, names):  # by statx, and where that fails again by os.stat, which says why
-        there, found = statuses(folder, names)
-        return there & (not down), found
+        kinds, stamps = statuses(folder, names)
+        return kinds * (not down), stamps
 
     expected = Index.scan(data)
     monkeypatch.setattr(module, name, fails, raising=False)
