@@ -35,6 +35,8 @@ def main(arguments: list[str]) -> None:
         ranks = Ranks.join(config.device)
         index, bad, evaluation = open_data(config, ranks)
         loader = open_loader(config, ranks, index, bad, image_size=config.image_size)
+        if (images := config.batch_size // ranks.count) % config.accumulate:
+            raise ValueError(f"--accumulate {config.accumulate}: expected a divisor of the {images} images of a rank")
         opened = open_output(config, index, ranks)
 
     training = Training(config, ranks.device, ranks=ranks.count)

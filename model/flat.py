@@ -73,16 +73,19 @@ class FlatParameters:
         if self.sharded:
             torch._foreach_copy_([_own(parameter) for parameter in self.parameters], self._values)
 
-    def collect(self) -> Tensor:
-        """``gradient``, from the gradients of the parameters of the network that runs, which are let go."""
+    def collect(self, *, add: bool = False) -> Tensor:
+        """``gradient``, from the gradients of the parameters of the network that runs, which are let go; ``add``: to
+        what it is, of those that have one."""
         found: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}  # a call for each is one kernel on a GPU
         for parameter, place in zip(self._running, self._gradients, strict=True):
+            if add and parameter.grad is None:
+                continue
             places, gradients = found.setdefault(parameter.dtype, ([], []))
             places.append(place)
             gradients.append(_own(parameter.grad))
             parameter.grad = None
         for places, gradients in found.values():
-            torch._foreach_copy_(places, gradients)
+            (torch._foreach_add_ if add else torch._foreach_copy_)(places, gradients)
         return self.gradient
 
     def forget(self) -> None:

@@ -1,6 +1,7 @@
 """Projector and predictor, and the two networks of the method: the one that learns and the one that gives keys."""
 
 import copy
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -94,15 +95,20 @@ class KeyNetwork(nn.Module):
         self.encoder = encoder
         self.projector = projector
 
-    def forward(self, patches: Tensor, index: Tensor) -> Tensor:
-        """Projections [2, B, E] of both views; ``patches`` [2, B, K, 3*P*P], ``index`` [2, B, K].
+    def forward(self, patches: Tensor, index: Tensor) -> Any:
+        """What ``heads`` makes of both views; ``patches`` [2, B, K, 3*P*P], ``index`` [2, B, K].
 
         The views share one pass through all layers; BN sees each view on its own.
         """
-        return self.projector(self._features(patches, index))
+        return self.heads(encode(self.encoder, patches.flatten(0, 1), index.flatten(0, 1)))
 
-    def _features(self, patches: Tensor, index: Tensor) -> Tensor:
-        return encode(self.encoder, patches.flatten(0, 1), index.flatten(0, 1)).unflatten(0, (2, -1))
+    def features(self, patches: Tensor, index: Tensor) -> Tensor:
+        """The encoder's features [b, D] of any views; ``patches`` [b, K, 3*P*P], ``index`` [b, K]."""
+        return encode(self.encoder, patches, index).clone()  # FSDP's hook is on it, and warns of views
+
+    def heads(self, features: Tensor) -> Tensor:
+        """Projections [2, B, E] of features [2*B, D], of the first view and then of the second."""
+        return self.projector(features.unflatten(0, (2, -1)))
 
 
 class QueryNetwork(KeyNetwork):
@@ -116,11 +122,10 @@ class QueryNetwork(KeyNetwork):
             super().__init__(encoder, mlp(encoder.num_features, hidden, out, projector_layers))
             self.predictor = mlp(out, hidden, out, predictor_layers)
 
-    def forward(self, patches: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and projections of both views, each [2, B, E], and the spread of the encoder's features (scalar)."""
-        features = self._features(patches, index)
-        projections = self.projector(features)
-        return self.predictor(projections), projections, spread(features.detach().flatten(0, 1))
+    def heads(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and projections of both views, each [2, B, E], and the spread of the features (scalar)."""
+        projections = super().heads(features)
+        return self.predictor(projections), projections, spread(features.detach())
 
     def key_network(self) -> KeyNetwork:
         """A frozen copy of encoder and projector, for the momentum encoder."""

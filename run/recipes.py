@@ -142,6 +142,9 @@ class Config(ImagesConfig):
     """Exchange gradients between ranks in bfloat16: half the bytes. Not with --fsdp."""
     grad_checkpointing: bool = False
     """Compute the activations of each block again in the backward pass: less memory, a third more work."""
+    accumulate: int = 1
+    """Keep the encoder's activations of one of so many pieces of a rank's images at a time, for batches that a GPU does
+    not hold: the same step, a third more work. It has to divide a rank's images."""
     cuda_graph: bool = True
     """On a GPU, record the optimizer step and launch it as a whole. Nothing changes with --fsdp or on a CPU."""
 
@@ -208,12 +211,13 @@ class Config(ImagesConfig):
         "optimisation": ("lr", "warmup_epochs", "weight_decay", "betas", "clip", "clip_momentum", "clip_alpha"),
         "method": ("keep_ratio", "groups", "window", "redeal", "power", "temperature", "ema"),
         "hardware": (
-            "device", "precision", "threads", "fsdp", "compress_gradients", "grad_checkpointing", "cuda_graph",
+            "device", "precision", "threads", "fsdp", "compress_gradients", "grad_checkpointing", "accumulate",
+            "cuda_graph",
         ),
     }  # fmt: skip
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (
         *ImagesConfig.FREE_ON_RESUME, "knn_images", "knn_every", "fsdp", "grad_checkpointing", "compress_gradients",
-        "cuda_graph",
+        "accumulate", "cuda_graph",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -222,6 +226,7 @@ class Config(ImagesConfig):
             "image_size",
             "groups",
             "window",
+            "accumulate",
             "head_hidden",
             "head_out",
             "projector_layers",

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
@@ -90,7 +90,7 @@ class Training:
         sharded = config.fsdp and ranks > 1
         if sharded:
             for network in filter(None, (self.network, self.key_network)):
-                _shard(network, compiled=compiled, half=self.half)
+                _shard(network, compiled=compiled, half=self.half, in_pieces=config.accumulate > 1)
         units = clip_units(self.network)
         self.flat = FlatParameters([[self.network.get_parameter(name) for name in unit] for unit in units])
         self.key_flat = None
@@ -107,8 +107,13 @@ class Training:
             clip=config.clip, clip_momentum=config.clip_momentum, clip_alpha=config.clip_alpha,
         )  # fmt: skip
         if compiled and not sharded:  # batch normalisation over the ranks included
-            self.query = torch.compile(self.query, dynamic=False, fullgraph=True)
-            self.key = self.key and torch.compile(self.key, dynamic=False, fullgraph=True)
+            how = {"dynamic": False, "fullgraph": True}
+            if config.accumulate == 1:
+                self.query, self.key = (part and torch.compile(part, **how) for part in (self.query, self.key))
+            else:
+                for network in filter(None, (self.query, self.key)):
+                    network.features = torch.compile(network.features, **how)
+                    network.heads = torch.compile(network.heads, **how)
         self.shares = 1 if sharded else ranks  # that the gradient is the sum of; FSDP adds up by itself
         self.recorded = self.given = None
         if config.cuda_graph and self.on_gpu and not sharded:
@@ -149,19 +154,48 @@ class Training:
 
     def take(self, patches: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """What is the same in each step. All that differs is in memory that stays where it is."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
-            queries, projections, spread = self.query(patches, numbers)
-            with torch.no_grad():
-                keys = self.key(patches, numbers) if self.key is not None else projections
-            loss, similarity = contrastive_loss(queries, keys, self.config.temperature)
-        (loss / self.shares).backward()
-        gradient = self.flat.collect()
+        if self.config.accumulate > 1:
+            loss, similarity, spread, gradient = self._in_pieces(patches, numbers)
+        else:
+            with self._autocast():
+                queries, projections, spread = self.query(patches, numbers)
+                with torch.no_grad():
+                    keys = self.key(patches, numbers) if self.key is not None else projections
+                loss, similarity = contrastive_loss(queries, keys, self.config.temperature)
+            (loss / self.shares).backward()
+            gradient = self.flat.collect()
         if self.shares > 1:  # all parameters at once: after a compiled backward pass there is nothing to overlap with
             sent = gradient.bfloat16() if self.config.compress_gradients else gradient
             dist.all_reduce(sent)
             gradient.copy_(sent)
         finite = self.optimizer.step()
         return torch.stack([loss.detach(), similarity, spread]), finite
+
+    def _in_pieces(self, patches: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Loss, similarity, spread and gradient of a step, with the encoder's activations of a part of the views at a
+        time, as GradCache (arXiv 2101.06983): the features of all, without a graph; heads and loss, which see the whole
+        batch of all ranks, and the gradient of the features; then the encoder again, part by part, with its part of
+        that gradient. Parts are added up in float32."""
+        views = (both.flatten(0, 1).chunk(self.config.accumulate) for both in (patches, numbers))
+        pieces = list(zip(*views, strict=True))
+        with self._autocast(), torch.no_grad():
+            features = torch.cat([self.query.features(*piece) for piece in pieces])
+            if self.key is not None:
+                keys = self.key.heads(torch.cat([self.key.features(*piece) for piece in pieces]))
+        with self._autocast():  # one of its own: it keeps casts of weights, also those made without a graph
+            queries, projections, spread = self.query.heads(features.requires_grad_())
+            keys = keys if self.key is not None else projections
+            loss, similarity = contrastive_loss(queries, keys, self.config.temperature)
+        (loss / self.shares).backward()
+        for number, piece in enumerate(pieces):
+            with self._autocast():
+                again = self.query.features(*piece)
+            again.backward(features.grad.chunk(len(pieces))[number])
+            gradient = self.flat.collect(add=number > 0)  # the first time with those of the heads
+        return loss, similarity, spread, gradient
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.half)
 
     def state_dict(self, *, keep: bool = True) -> dict[str, Any]:
         """A copy of all that a step changes, as one process alone has it: the same for any number of ranks, sharded
@@ -262,8 +296,9 @@ def product_rate(device: torch.device, *, half: bool) -> float:
     return 2 * side**3 / min(seconds)
 
 
-def _shard(network: KeyNetwork, *, compiled: bool, half: bool) -> None:
-    """FSDP2: each rank keeps its part of every parameter, and the blocks are put together when they are needed."""
+def _shard(network: KeyNetwork, *, compiled: bool, half: bool, in_pieces: bool) -> None:
+    """FSDP2: each rank keeps its part of every parameter, and the blocks are put together when they are needed.
+    ``in_pieces``: what is called are ``features`` and ``heads``, not the network."""
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     how = {"mp_policy": precision} if half else {}
     for block in network.encoder.blocks:
@@ -272,6 +307,8 @@ def _shard(network: KeyNetwork, *, compiled: bool, half: bool) -> None:
         fully_shard(block, **how)
     # The default keeps what is left at the root together until a backward pass, which the key network never has.
     fully_shard(network, reshard_after_forward=True, **how)
+    for method in ("features", "heads") if in_pieces else ():
+        register_fsdp_forward_method(network, method)
 
 
 def _like(there: Tensor | None, whole: Tensor) -> Tensor:

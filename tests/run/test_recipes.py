@@ -68,7 +68,7 @@ MODELS = {  # patch side in pixels, grid; width, blocks, attention heads
 OURS = {
     "recipe", "data", "eval_data", "output", "max_steps", "device", "precision", "threads", "seed", "resume", "max_bad",
     "checkpoint_every", "keep_last", "keep_every", "log_every", "knn_images", "knn_every", "fsdp", "grad_checkpointing",
-    "compress_gradients", "cuda_graph", "index_cache", "trust_index",
+    "compress_gradients", "accumulate", "cuda_graph", "index_cache", "trust_index",
 }  # fmt: skip
 
 
@@ -161,7 +161,7 @@ TOY = {  # what the demo trains with, and what every option is unless a recipe s
     "resume": "auto", "max_bad": 0.05, "checkpoint_every": 500, "keep_last": 3, "keep_every": 0, "log_every": 50,
     "lr": 1e-3, "weight_decay": 0.05, "data": None, "eval_data": None, "precision": "auto", "threads": 0,
     "betas": (0.9, 0.999), "warmup_epochs": 0.2, "recipe": "toy", "knn_images": 4000, "knn_every": 0, "fsdp": False,
-    "compress_gradients": False, "grad_checkpointing": False, "cuda_graph": True, "image_size": 64,
+    "compress_gradients": False, "grad_checkpointing": False, "accumulate": 1, "cuda_graph": True, "image_size": 64,
     "model": "vit_tiny_patch16_224", "patch_size": 8, "depth": 4, "position_embedding": "sincos",
     "frozen_patch_embed": False, "head_hidden": 512,
     "head_out": 128, "projector_layers": 3, "predictor_layers": 2, "mean": (0.485, 0.456, 0.406),
@@ -180,7 +180,7 @@ BOUNDS = {  # values at the edges of what is taken, and what is refused next to 
     "max_bad": ((0, 1), (-0.01, 1.01)), "seed": ((-(2**63), 2**63 - 1), (-(2**63) - 1, 2**63)),
     "lr": ((0, 1), (-1e-9, NAN, INF)), "weight_decay": ((0, 1), (-1e-9, NAN, INF)), "threads": ((0, 1024), (-1, 1025)),
     "warmup_epochs": ((0, 1e3), (-0.1, INF, NAN)), "betas": (((0, 0), (0.999, 0.999)), ((-0.1, 0.9), (0.9, 1))),
-    "image_size": ((1,), (0,)), "groups": ((1,), (0,)), "window": ((1,), (0,)),
+    "image_size": ((1,), (0,)), "groups": ((1,), (0,)), "window": ((1,), (0,)), "accumulate": ((1,), (0,)),
     "redeal": ((False,), (True,)), "head_hidden": ((1,), (0,)), "head_out": ((1,), (0,)),
     "projector_layers": ((1,), (0,)), "predictor_layers": ((1,), (0,)), "temperature": ((1e-9,), (0, INF, NAN)),
     "clip_alpha": ((1e-9,), (0, INF)), "knn_images": ((0,), (-1,)), "patch_size": ((0,), (-1,)), "depth": ((0,), (-1,)),

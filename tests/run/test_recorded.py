@@ -100,7 +100,7 @@ def steps(training, number, device=CPU):
     return torch.stack(found)
 
 
-@pytest.mark.parametrize("more", [{}, {"precision": "bfloat16", "ema": None, "clip": "norm"}], ids=str)
+@pytest.mark.parametrize("more", [{"accumulate": 2}, {"precision": "bfloat16", "ema": None, "clip": "norm"}], ids=str)
 def test_recorded_steps_are_the_steps(on_paper, more):
     """Bit for bit: no number of Python's is in them, nothing waits, and all results are copies."""
     config = dataclasses.replace(CONFIG, **more)
@@ -131,11 +131,13 @@ def test_a_recording_that_fails_is_said_and_changes_nothing(on_paper, monkeypatc
 
 
 @pytest.mark.gpu
-def test_losses_with_and_without_graphs():
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_losses_with_and_without_graphs(pieces):
     config, device = dataclasses.replace(CONFIG, precision="bfloat16", lr=1e-5), torch.device("cuda")
     found = []
     for cuda_graph in (False, True):
-        training = Training(dataclasses.replace(config, cuda_graph=cuda_graph), device)
+        accumulate = pieces if cuda_graph else 1
+        training = Training(dataclasses.replace(config, cuda_graph=cuda_graph, accumulate=accumulate), device)
         assert (training.recorded is not None) == cuda_graph
         found.append(steps(training, 4, device))
     assert len(training.recorded.graphs) == 4 and not training.recorded.failed

@@ -31,11 +31,14 @@ def test_sharded_ranks_train_as_others_do_and_their_state_goes_anywhere(tmp_path
         assert len(sharded.flat.values) < 0.6 * len(whole.flat.values)
         for name, tensor in sharded.network.encoder.blocks[1].named_parameters():
             assert tensor.to_local().numel() < tensor.numel() * 0.6, name
-        losses = steps(whole, range(2)), steps(sharded, range(2))
-        for one, other in zip(*losses, strict=True):
-            assert abs(one - other) < 1e-4, (one, other)
+        in_pieces = training(fsdp=True, accumulate=2)
+        losses = steps(whole, range(2)), steps(sharded, range(2)), steps(in_pieces, range(2))
+        for one, other, third in zip(*losses, strict=True):
+            assert abs(one - other) < 1e-4 and abs(one - third) < 1e-4, (one, other, third)
         state = sharded.state_dict()
         same(whole.state_dict(), state)
+        one, other = (x["optimizer"]["state"][0]["exp_avg"] for x in (in_pieces.state_dict(), state))
+        assert (one - other).norm() < 1e-3 * other.norm()
         same(dict(whole.encoder().state_dict()), dict(sharded.encoder().state_dict()))
         assert (sharded.state_dict(keep=rank == 0)["optimizer"]["state"][0]["exp_avg"].numel() > 0) == (rank == 0)
 

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import math
+import weakref
 
 import pytest
 import timm
@@ -11,7 +12,7 @@ from conftest import on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import clip_units
+from model import Optimizer, clip_units
 from pipeline import Batch
 from run.recipes import RECIPES, momentum_coefficient
 from run.training import Training, encoder_arguments
@@ -296,7 +297,8 @@ def test_a_step_is_the_plain_form_in_float64(changes):
 
 
 def test_two_ranks_take_the_step_of_one_process(tmp_path):
-    """Loss, similarity, and gradient (as AdamW's averages keep it after one step) of two halves and of the whole."""
+    """Loss, similarity, and gradient (as AdamW's averages keep it after one step) of two halves and of the whole, also
+    of halves in pieces."""
     generator = torch.Generator().manual_seed(1)
     crops = [torch.randint(0, 256, (8, 32, 32, 3), generator=generator).byte() for _ in range(2)]
     chosen = torch.rand(2, 8, 1, 16, generator=generator).argsort(3)[..., :4].int()
@@ -307,22 +309,80 @@ def test_two_ranks_take_the_step_of_one_process(tmp_path):
     on_ranks(
         2,
         """
-        from tests.run.test_training import CONFIG, CPU, Training
+        from tests.run.test_training import CONFIG, CPU, Training, dataclasses
         crops, chosen = torch.load(folder / "in.pt")
-        half = slice(4 * rank, 4 * rank + 4)
-        training = Training(CONFIG, CPU, ranks=2)
-        [given] = zip(*training.gather([crop[half] for crop in crops], chosen[:, half]))
-        (loss, similarity, _), _ = training.step(*given, 0.5)
-        torch.save([loss, similarity, training.optimizer.state[:3]], folder / f"out{rank}.pt")
+        half, out = slice(4 * rank, 4 * rank + 4), []
+        for pieces in (1, 2):
+            training = Training(dataclasses.replace(CONFIG, accumulate=pieces), CPU, ranks=2)
+            [given] = zip(*training.gather([crop[half] for crop in crops], chosen[:, half]))
+            (loss, similarity, _), _ = training.step(*given, 0.5)
+            out.append([loss, similarity, training.optimizer.state[:3]])
+        torch.save(out, folder / f"out{rank}.pt")
         """,
         tmp_path,
     )
-    first, second = (torch.load(tmp_path / f"out{rank}.pt") for rank in range(2))
-    for number, whole in enumerate((loss, similarity)):
-        torch.testing.assert_close((first[number] + second[number]) / 2, whole, rtol=1e-4, atol=1e-5)
-    assert all(map(torch.equal, first[2], second[2]))  # weights too, which nobody sends: they begin equal by the seed
-    for one, moment in zip(first[2][1:], training.optimizer.state[1:3], strict=True):
-        assert (one - moment).norm() <= 1e-4 * moment.norm()
+    for first, second in zip(*(torch.load(tmp_path / f"out{rank}.pt") for rank in range(2)), strict=True):
+        for number, whole in enumerate((loss, similarity)):
+            torch.testing.assert_close((first[number] + second[number]) / 2, whole, rtol=1e-4, atol=1e-5)
+        assert all(map(torch.equal, first[2], second[2]))  # weights too, which nobody sends: equal from the seed on
+        for one, moment in zip(first[2][1:], training.optimizer.state[1:3], strict=True):
+            assert (one - moment).norm() <= 1e-4 * moment.norm()
+
+
+@pytest.mark.parametrize("more", [{"ema": None}, {"grad_checkpointing": True}], ids=str)
+def test_a_step_in_pieces_is_the_step(more, monkeypatch):
+    """Its gradient in float64, without the update, which is float32: that of the loss of the whole batch."""
+    monkeypatch.setattr(Optimizer, "step", lambda self: torch.tensor(True))
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = []
+        for pieces in (1, 2, 4):
+            training = Training(dataclasses.replace(CONFIG, depth=2, accumulate=pieces, **more), CPU)
+            patches, numbers = groups(training)[0]
+            found.append((*training.step(patches.double(), numbers, 0.5), training.flat.gradient))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    (figures, _, gradient), *others = found
+    for other in others:
+        assert gradient.dtype == torch.float64 and (gradient - other[2]).norm() < 1e-12 * gradient.norm()
+        torch.testing.assert_close(other[0], figures, rtol=1e-6, atol=0)
+
+
+def test_steps_in_pieces_train_alike_and_hold_the_activations_of_one():
+    """Three float32 steps with clip and momentum network; and a bfloat16 step, whose pieces are added up in float32."""
+
+    class Saved:
+        """What a backward pass will read, as long as it is held; parameters aside."""
+
+        bytes = peak = 0
+
+        def __init__(self, tensor):
+            self.tensor = tensor
+            if tensor.untyped_storage().data_ptr() not in own:
+                Saved.bytes += tensor.nbytes
+                Saved.peak = max(Saved.peak, Saved.bytes)
+                weakref.finalize(self, Saved.let_go, tensor.nbytes)
+
+        @classmethod
+        def let_go(cls, size):
+            cls.bytes -= size
+
+    runs = []
+    for pieces in (1, 4):
+        config = dataclasses.replace(CONFIG, depth=4, lr=1e-5, accumulate=pieces)
+        training = Training(config, CPU)
+        given = groups(training)
+        own, Saved.peak = {p.untyped_storage().data_ptr() for p in training.network.parameters()}, 0
+        with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
+            figures = [training.step(*given[group], 0.5)[0] for group in range(3)]
+        half = Training(dataclasses.replace(config, precision="bfloat16"), CPU)
+        half.step(*groups(half)[0], 0.5)
+        runs.append((torch.stack(figures), training.flat.gradient, half.flat.gradient, Saved.peak))
+    (figures, gradient, rounded, peak), (again, in_pieces, half, low) = runs
+    torch.testing.assert_close(again, figures, rtol=1e-3, atol=1e-4)
+    assert (in_pieces - gradient).norm() < 1e-3 * gradient.norm()
+    assert (half - rounded).norm() < 1e-3 * rounded.norm()
+    assert 0.2 * peak < low < 0.3 * peak, (low, peak)
 
 
 def test_gradients_of_ranks_that_compile_compute_again_or_compress(tmp_path):
