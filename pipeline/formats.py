@@ -94,7 +94,8 @@ class Bytes:
 
     def on(self, offset, count):
         """What is in memory from ``offset`` on, at least ``count`` bytes; otherwise likewise."""
-        return self._held[self._hold(offset, count) :]
+        begin = self._hold(offset, count)  # first: it may be other bytes that are held then
+        return self._held[begin:]
 
     def _hold(self, offset, count):
         begin = offset - self._at

@@ -199,6 +199,8 @@ def jpegs():
     for tag, fractions in FRACTIONS.items():  # the last byte of the block is of the value
         block = exif((tag, 5, 1, 98 - 8 * fractions), (274, 3, 1, 6)) + bytes(60)
         yield f"whole value of {tag}", jpeg(tagged(block)), upright(RGB, 6), 3
+    profile = jpeg(b"a" * 7000, tagged(turned(6)), b"b" * 65_000, b"c" * 900)  # more than is read at once
+    yield "profiles around EXIF", profile, upright(RGB, 6), 3
     data = jpeg(tagged(turned(6)))
     yield "filled up, with a tail", data[:2] + b"\xff\xff" + data[2:] + data, upright(RGB, 6), 3
 
@@ -451,14 +453,18 @@ def test_what_the_decoder_reads_wrongly_is_left_out_with_the_reason(tmp_path):
 
 
 def test_every_cut_and_every_byte_of_a_header_is_survived(tmp_path):
-    """A size or a reason for whatever was made of a file, the same from a file, from a part of one, and from memory."""
+    """A size or a reason for whatever was made of a file, the same from a part of one, however much is read at once,
+    and from memory."""
     for data in (jpeg(tagged(turned(6))), png(RGB, 8, 2, chunk(b"eXIf", turned(6))), tiff(RGB, 2), bmp(RGB, 24)):
         for at in range(0, min(len(data), 300), 7):
             for changed in (data[:at], data[:at] + b"\xff" + data[at + 1 :]):
                 with (tmp_path / "file").open("w+b") as file:
                     file.write(b"before" + changed + b"after")
                     file.flush()
-                    got = headers.header(file.fileno(), 6, len(changed))
+                    got, *others = (
+                        headers.header(file.fileno(), 6, len(changed), window=window) for window in (4096, 1, 50)
+                    )
+                assert others == [got, got]
                 assert (isinstance(got, str) and got) or len(got) == 2
                 try:
                     height, width, turn = formats.parse(formats.Held(changed))
