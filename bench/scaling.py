@@ -13,6 +13,11 @@ For W ranks with b images each (``--gpus``, ``--images-per-gpu``), the time of a
 
 Links: ``WITHIN`` a node of 8 GPUs by NVLink, ``BETWEEN`` nodes by one 400 Gb/s adapter a GPU; both are data sheet
 figures at 80 %. R groups being made of each image, a node has to decode 8 b / R images a step.
+
+And what a recipe takes on one GPU: epochs x images x R pairs, at the pairs/s that were measured; a larger batch is
+taken to need as much time an image. The recipes of CIFAR were not measured on a GPU: ``LIKE`` names the recipe of the
+same width that was, and they are taken to reach as many operations a second. Waiting for data, checkpoints and k-NN
+come on top.
 """
 
 import dataclasses
@@ -22,7 +27,7 @@ from pathlib import Path
 from bench import environment
 from bench.findings import number, percent
 from run.recipes import RECIPES, Config
-from run.training import Training
+from run.training import Training, plan_patches
 
 MEASURED = environment.ROOT / "bench/results/NVIDIA-H100-80GB-HBM3-2026-11-28/step_variants.json"
 ROWS = {  # the row of that file, and the recipe that it measured at MEASURED_BATCH
@@ -33,6 +38,9 @@ MEASURED_BATCH = 512
 DECODED = 15_348  # images/s of one H100 with 6 cores (input_6_cores.json there)
 FILE_BYTES = 111_847  # of an ImageNet JPEG, mean (there)
 IMAGES = 1_281_167  # of ImageNet's training set
+CIFAR_IMAGES = 50_000  # of CIFAR-10's
+LIKE = {name: name for name in ROWS} | {"cifar-vit-s": "imagenet-vit-s", "cifar-vit-b": "imagenet-vit-b"}
+OWN = 100_000, 100  # images and epochs of the last column
 
 PER_NODE = 8
 MEMORY = 3.0e12  # bytes/s, copy, measured
@@ -71,8 +79,39 @@ def predict(config: Config, parameters: int, *, step_seconds: float, gpus: int, 
     }  # fmt: skip
 
 
+def cost(name: str, flop_per_pair: float, rows: dict[str, dict]) -> dict:
+    """What a recipe takes on one GPU; None where nothing measured says so. ``rows``: the measured, by recipe."""
+    config, images = RECIPES[name], IMAGES if name in ROWS else CIFAR_IMAGES
+    measured = rows[LIKE[name]] if name in LIKE else None
+    rate = measured and measured["pairs_per_second"]
+    if measured and name not in ROWS:
+        rate *= measured["flop_per_pair"] / flop_per_pair
+    hours, own = (
+        rate and count * epochs * config.groups / rate / 3600 for count, epochs in ((images, config.epochs), OWN)
+    )
+    return {
+        "recipe": name, "model": config.model, "image_size": config.image_size, "patch_size": plan_patches(config)[0],
+        "batch_size": config.batch_size, "epochs": config.epochs, "flop_per_pair": flop_per_pair,
+        "pairs_per_second": rate, "hours": hours, "own_hours": own,
+        "memory_bytes": measured["peak_memory_bytes"] if name in ROWS else None,
+    }  # fmt: skip
+
+
+def cost_table(costs: list[dict]) -> list[list[str]]:
+    own = "hours for {:,} images, {} epochs".format(*OWN)
+    table = [["recipe", "model", "image, patch", "batch", "epochs", "GPU memory", "hours on one H100", own]]
+    for row in costs:
+        text = "{:.3g}" if row["memory_bytes"] else "about {:.2g}"  # as far as it was measured
+        memory = f"{row['memory_bytes'] / 2**30:.3g} GiB at batch {MEASURED_BATCH}" if row["memory_bytes"] else "-"
+        hours = [text.format(row[key]) if row[key] else "-" for key in ("hours", "own_hours")]
+        size = f"{row['image_size']} px, {row['patch_size']} px"
+        kind = "ViT-" + row["model"].split("_")[1][0].upper()
+        table.append([f"`{row['recipe']}`", kind, size, f"{row['batch_size']:,}", f"{row['epochs']:,}", memory, *hours])
+    return table
+
+
 def conclusions(d: dict) -> dict:
-    """A table instead of rows: all models in each cell, a column for each number of GPUs."""
+    """Tables instead of rows: all models in each cell, a column for each number of GPUs; and a row for each recipe."""
     models = {name: d[name] for name in ROWS if name in d}
     columns = list(zip(*models.values(), strict=True))
     figures = {
@@ -86,7 +125,7 @@ def conclusions(d: dict) -> dict:
     for label, name in figures.items():
         text = percent if name == "efficiency" else number
         table.append([label, *(", ".join(text(row[name]) for row in column) for column in columns)])
-    return {"findings": [], "table": table}
+    return {"findings": [], "table": table, "recipes": cost_table(d["costs"])}
 
 
 def main(arguments: list[str]) -> int:
@@ -100,23 +139,32 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--measured", type=Path, default=MEASURED, help="the steps of one GPU")
     options = parser.parse_args(arguments)
     rows = {row["variant"]: row for row in json.loads(options.measured.read_text())["rows"]}
+    rows = {recipe: rows[variant] for recipe, variant in ROWS.items()}
     result = {"measured": options.measured.name, "compress_gradients": options.compress_gradients}
     for recipe in options.recipe:
         config = RECIPES[recipe]
         parameters = trained_parameters(config)
         result[recipe] = [
             predict(
-                config, parameters, step_seconds=rows[ROWS[recipe]]["step_seconds"]["p50"], gpus=gpus, images=images,
+                config, parameters, step_seconds=rows[recipe]["step_seconds"]["p50"], gpus=gpus, images=images,
                 compress=options.compress_gradients,
             )
             for gpus, images in zip(options.gpus, options.images_per_gpu, strict=True)
         ]  # fmt: skip
         print(f"\n{recipe}: {parameters / 1e6:.1f} M trained parameters")
         environment.print_table(result[recipe])
+    names = [name for name in RECIPES if name != "toy"]
+    result["costs"] = [cost(name, network_of(RECIPES[name]).flop_per_pair, rows) for name in names]
+    print()
+    environment.print_table(result["costs"])
     environment.save(options, result | conclusions(result))
     return 0
 
 
 def trained_parameters(config: Config) -> int:
-    training = Training(dataclasses.replace(config, ema=None, clip="off"), environment.device(), compiled=False)
+    training = network_of(dataclasses.replace(config, ema=None, clip="off"))
     return sum(parameter.numel() for parameter in training.network.parameters() if parameter.requires_grad)
+
+
+def network_of(config: Config) -> Training:
+    return Training(config, environment.device(), compiled=False)

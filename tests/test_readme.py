@@ -29,7 +29,7 @@ TUNE = (
 )  # fmt: skip
 IN_SMALL = {  # what is added to a command
     "train.py": (*SMALL, "--patch-size", "8", "--model", "vit_tiny_patch16_224", "--max-steps", "4"),
-    "finetune.py": (*TUNE, "--max-steps", "2"),
+    "finetune.py": (*TUNE, "--image-size", "32", "--max-steps", "2"),
     "detect.py": (
         "--device", "cpu", "--image-size", "64", "--window", "2", "--width", "8", "--batch-size", "4", "--proposals",
         "16", "--workers", "0", "--max-steps", "1",
@@ -74,6 +74,8 @@ def test_a_newcomer_runs_every_command(places, tmp_path_factory, monkeypatch, ca
     for name, arguments, ranks in commands(lines):
         here = places | scenes if name == "detect.py" else places
         given = [here.get(word, word) for word in arguments] + list(IN_SMALL.get(name, ()))
+        if name == "run.preview" and "--data" not in given:  # the generated images take a while
+            given += ["--data", places["IMAGES"]]
         if ranks > 1:  # to a folder of its own, as this process keeps that of the first command
             run_program(name, *given, "--max-steps", 2, "--output", f"{places['RUN']}-ranks", ranks=ranks)
         elif "--help" in given:
@@ -123,6 +125,9 @@ def test_links_lead_somewhere():
             if page.name == "README.md":
                 reached.add(file)
     assert reached >= PAGES.keys() - {ROOT / "README.md"}
+    assert len(PAGES[ROOT / "README.md"].split()) <= 2500, "README is for a first reading; the rest goes to docs/"
+    names = re.findall(r'create_model\("(\w+)", pretrained', TEXT)
+    assert names and all(timm.list_pretrained(f"{name}.*") for name in names)
 
 
 def test_the_file_map_is_complete():

@@ -15,7 +15,12 @@ from bench.report import page, path, tables
 from bench.report.results import read
 
 RESULTS = ROOT / "bench/results"
-PLACES = {"headline": "README.md", "scaling": "docs/scaling.md", "results": "docs/results.md"}  # of tables
+PLACES = {
+    "headline": "README.md",
+    "recipes": "README.md",
+    "scaling": "docs/scaling.md",
+    "results": "docs/results.md",
+}  # of tables
 
 
 def main(arguments: list[str]) -> int:

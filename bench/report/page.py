@@ -41,7 +41,9 @@ def page(results: list[Result], picture: str, folder: Path) -> str:
     links = [(_text(name.name), _text(hardware(found))) for name, found in folders.items()]
     parts += ["<ul>", *(f'<li><a href="#{name}">{name}</a>: {what}</li>' for name, what in links), "</ul>"]
     parts += ["<h2>In short</h2>", _table(tables.headline(results)), picture]
-    parts += ["<h2>Several GPUs, on paper</h2>", _table(tables.own_table(results)), "<h2>Every figure in a line</h2>"]
+    for title, name in ("Recipes on one GPU, on paper", "recipes"), ("Several GPUs, on paper", "table"):
+        parts += [f"<h2>{title}</h2>", _table(tables.own_table(results, name))]
+    parts.append("<h2>Every figure in a line</h2>")
     for title, name, table in tables.by_machine(results):
         parts += [f"<p>{_text(title)} in <code>{_text(name)}</code>:</p>", _table(table)]
     for name, found in folders.items():

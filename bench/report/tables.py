@@ -41,9 +41,10 @@ def headline(results: list[Result]) -> Table:
     return [["what", "measured or counted", "on"], *rows.values()]
 
 
-def own_table(results: list[Result]) -> Table:
-    """The newest table that a result brings along: what several GPUs should give, by ``bench scaling``."""
-    found = (result.data["table"] for result in results if result.scale != "smoke" and "table" in result.data)
+def own_table(results: list[Result], name: str) -> Table:
+    """The newest table of that name that a result brings along, by ``bench scaling``: what several GPUs should give
+    ("table"), and what each recipe takes on one ("recipes")."""
+    found = (result.data[name] for result in results if result.scale != "smoke" and name in result.data)
     return next(found, [["not predicted: no result of `python -m bench scaling`"]])
 
 
@@ -81,7 +82,8 @@ def blocks(results: list[Result]) -> dict[str, str]:
         for title, name, table in by_machine(results)
     )
     return {
-        "headline": markdown(headline(results)), "scaling": markdown(own_table(results)), "results": "\n\n".join(folded)
+        "headline": markdown(headline(results)), "recipes": markdown(own_table(results, "recipes")),
+        "scaling": markdown(own_table(results, "table")), "results": "\n\n".join(folded),
     }  # fmt: skip
 
 

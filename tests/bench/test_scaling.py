@@ -16,3 +16,18 @@ def test_scaling_starts_from_what_was_measured():
     half = scaling.predict(config, 43_000_000, gpus=64, images=512, **how | {"compress": True})
     assert half["gradients_ms"] == pytest.approx(nodes["gradients_ms"] / 2)
     assert node["node_images_per_second"] * 4 == pytest.approx(node["pairs_per_second"])
+
+
+def test_what_a_recipe_takes_follows_from_what_was_measured():
+    """Its own speed if there is one, whatever the code counts now; else as many operations a second as its like."""
+    of = {"pairs_per_second": 10_000, "flop_per_pair": 3e9, "peak_memory_bytes": 2**33}
+    names = "imagenet-vit-s", "cifar-vit-s", "cifar-vit-t"
+    own, like, none = (scaling.cost(name, 1e9, {"imagenet-vit-s": of}) for name in names)
+    assert own["hours"] == pytest.approx(300 * 1_281_167 * 4 / 10_000 / 3600)
+    assert (
+        like["hours"] == pytest.approx(1600 * 50_000 * 4 / 30_000 / 3600) and own["own_hours"] == 3 * like["own_hours"]
+    )
+    cells = {recipe: row for recipe, *row in scaling.cost_table([own, like, none])[1:]}
+    assert cells["`imagenet-vit-s`"][-3:] == ["8 GiB at batch 512", "42.7", "1.11"]
+    assert cells["`cifar-vit-s`"][-3:] == ["-", "about 3", "about 0.37"]
+    assert cells["`cifar-vit-t`"][-3:] == ["-"] * 3

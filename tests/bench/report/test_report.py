@@ -84,9 +84,9 @@ def test_of_a_measurement_the_newest_row_stands(tmp_path):
         ],
         f"{old.parent.name}/": [["size", "large", "`make any`", "`any.json`", "c" * 7]],
     }  # fmt: skip
-    assert "not predicted" in tables.own_table(results)[0][0]
+    assert "not predicted" in tables.own_table(results, "table")[0][0]
     write(old, table=[["GPUs", "8"], ["speed", "1"]], by_hand=True)
-    assert tables.own_table(read(tmp_path))[1] == ["speed", "1"]
+    assert tables.own_table(read(tmp_path), "table")[1] == ["speed", "1"]
     assert read(tmp_path)[-1].command == "by hand; now `make any`"
 
 
