@@ -41,10 +41,8 @@ _WINDOW = 1024  # bytes read at once of a tar, where pages are far apart: a JPEG
 _HEADER = struct.Struct("100s24x12s12x8sc188x155s12x")
 _ZEROS, _DATA, _KINDS = bytes(512), b"\x0007", b"\x0001234567"
 _PAX = re.compile(r"path|size|linkpath|[amc]time|uid|gid|uname|gname|(SCHILY|LIBARCHIVE)\.xattr\..*", re.DOTALL)
-_SOME, _FAR = (
-    64,
-    32_768,
-)  # where so many members lie so far (bytes) apart on the mean, read-ahead reads what nobody needs
+# Where members lie so far (bytes) apart on the mean, looked at after every so many, read-ahead reads what nobody needs.
+_SOME, _FAR = 8, 16_384
 _MAX_LABEL = 1 << 20  # bytes of a .cls or .json
 _AT_ONCE = 64  # files, after which it is seen whether threads pay
 _PASSING = {os.strerror(number) for number in MAY_PASS}
@@ -161,7 +159,7 @@ def _plain_members(descriptor):
             member.size, member.type, member.offset_data = length, kind, begin
             members.append(member)
             given = {}
-            if len(members) == _SOME and at > _SOME * _FAR:
+            if len(members) % _SOME == 0 and at > len(members) * _FAR:
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         rest = os.pread(descriptor, 1 << 20, at)
     except ValueError:

@@ -460,6 +460,20 @@ def test_other_formats_are_read_from_shards(tmp_path):
     assert sample.tolist() == [0, 1, 2, 3, 4, 5]
 
 
+@pytest.mark.parametrize("size, far", [(40_000, True), (4_000, False)])
+def test_of_a_tar_no_more_is_read_than_headers(tmp_path, monkeypatch, size, far):
+    data = jpeg(0)
+    samples = ((f"{i:02}.cls", b"7", f"{i:02}.jpg", data + bytes(size)) for i in range(30))
+    members = [pair for sample in samples for pair in (sample[:2], sample[2:])]
+    write_tar(tmp_path / "a.tar", [special("dir", tarfile.DIRTYPE), *members])
+    pread, asked, advised = os.pread, [], []
+    monkeypatch.setattr(os, "pread", lambda file, count, at: asked.append(count) or pread(file, count, at))
+    monkeypatch.setattr(os, "posix_fadvise", lambda *how: advised.append(how[-1]))
+    assert len(Index.scan(tmp_path / "a.tar")) == 30
+    assert sum(asked) - (1 << 20) <= 62 * 1024 + 30 * (1024 + 1)  # the end mark; headers of members; images, labels
+    assert set(advised) == ({os.POSIX_FADV_RANDOM} if far else set()), "read-ahead, unless it is in vain"
+
+
 @pytest.mark.gpu
 def test_a_gpu_takes_the_files_of_shards(photos, shards):
     on_gpu = {"device": torch.device("cuda")}
