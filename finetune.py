@@ -6,6 +6,7 @@ torchrun --nproc-per-node 8 finetune.py --encoder RUN --recipe imagenet --data T
 """
 
 import json
+from dataclasses import asdict
 
 from run import command
 from transfer.recipes import TUNE_RECIPES, TuneConfig
@@ -24,7 +25,7 @@ def parse(arguments: list[str]) -> TuneConfig:
 if __name__ == "__main__":  # what follows takes seconds to import
     command.answer("finetune.py", parse)
 
-from model.export import export_encoder
+from model.export import export_model
 from pipeline import Index
 from run import program
 from run.images import open_data, open_loader, record
@@ -123,14 +124,16 @@ def score(config: TuneConfig, tuning: Tuning, evaluation: Index, classes, loop: 
 
 
 def export(config: TuneConfig, tuning: Tuning, index: Index, scores: dict, loop: Loop) -> None:
-    """Writes the model with its classifier: ``model.safetensors``, and that of the mean weights, each with its JSON."""
+    """Writes the model with its classifier as ``model``, and that of the mean weights as ``model_ema``."""
     description = tuning.description
     history = {"encoder": description["training"], "recipe": config.recipe, "steps": loop.step, "images": len(index)}
     for name, network in tuning.networks().items():
-        path = export_encoder(
-            network, config.output, name=description["model"], arguments=description["arguments"],
-            mean=description["mean"], std=description["std"], training=history | scores,
-            stem=f"model_{name}" if name else "model", classes=index.classes,
+        ending = f"_{name}" if name else ""
+        own = {key: scores[key + ending] for key in ("top1", "top5") if key in scores}
+        path = export_model(
+            network, config.output / f"model{ending}", name=description["model"], arguments=description["arguments"],
+            mean=description["mean"], std=description["std"], classes=index.classes, options=asdict(config),
+            training=history | own | {"eval_images": scores["eval_images"]},
         )  # fmt: skip
         loop.say(f"model{f' ({name})' if name else ''}: {path}")
 

@@ -4,6 +4,8 @@ python train.py --recipe imagenet-vit-s --data FOLDER --output RUN
 torchrun --nproc-per-node 8 train.py --recipe imagenet-vit-s --data FOLDER --output RUN
 """
 
+from dataclasses import asdict
+
 from run import command
 from run.recipes import RECIPES, Config, learning_rate
 
@@ -16,7 +18,7 @@ def parse(arguments: list[str]) -> Config:
 if __name__ == "__main__":  # what follows takes seconds to import
     command.answer("train.py", parse)
 
-from model.export import export_encoder
+from model.export import export_model
 from pipeline import Index
 from run import program
 from run.images import open_data, open_loader, record
@@ -100,9 +102,9 @@ def finish(config: Config, encoder, index: Index, evaluation: Index | None, loop
 
     def export(scores: dict) -> None:
         if loop.ranks.first:
-            path = export_encoder(
-                encoder, config.output, name=config.model, arguments=encoder_arguments(config),
-                mean=config.mean, std=config.std, training=training | scores,
+            path = export_model(
+                encoder, config.output / "encoder", name=config.model, arguments=encoder_arguments(config),
+                mean=config.mean, std=config.std, training=training | scores, options=asdict(config),
             )  # fmt: skip
             loop.say("" if scores else f"encoder: {path}")
 

@@ -49,7 +49,9 @@ def _figures(folder: Path, pattern: str, name: str, last: int = 1) -> list[float
     """The mean of the last figures of that name in each complete run of an arm."""
     found = []
     for run in sorted(folder.iterdir()):
-        if re.fullmatch(pattern, run.name) and any((run / f"{end}.json").exists() for end in ("model", "encoder")):
+        if re.fullmatch(pattern, run.name) and any(
+            (run / end / "config.json").exists() for end in ("model", "encoder")
+        ):
             lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
             if values := [line[name] for line in lines if name in line][-last:]:
                 found.append(statistics.mean(values))

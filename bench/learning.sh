@@ -32,14 +32,14 @@ mkdir -p "$OUT"
 data="--data $OUT/train.txt --eval-data $OUT/eval.txt --threads 1 --log-every 50"
 pretrain() { # ARM SEED EPOCHS [OPTIONS]: pretraining, then fine-tuning
     local run=$OUT/$1-$2
-    echo "[ -e $run/encoder.json ] || $python train.py --recipe cifar-vit-t $data --seed $2 --output $run --epochs $3" \
+    echo "[ -e $run/encoder/config.json ] || $python train.py --recipe cifar-vit-t $data --seed $2 --output $run --epochs $3" \
         "--warmup-epochs $(awk "BEGIN { print $3 / 10 }") --knn-images ${KNN_IMAGES:-${TRAIN_IMAGES:-10000}} $MODEL ${*:4} >$run.log 2>&1;" \
         "$(tune "$1" "$2" "$TUNE_EPOCHS" --encoder "$run")"
 }
 tune() { # ARM SEED EPOCHS [OPTIONS]: fine-tuning alone
     local run=$OUT/$1-$2-tuned
     [ "$3" = 0 ] && echo : && return
-    echo "[ -e $run/model.json ] || $python finetune.py --recipe cifar $data --eval-every 100 --seed $2 --output $run" \
+    echo "[ -e $run/model/config.json ] || $python finetune.py --recipe cifar $data --eval-every 100 --seed $2 --output $run" \
         "--epochs $3 $TUNE ${*:4} >$run.log 2>&1"
 }
 shape=$(echo "$MODEL" | grep -oE -- '--(depth|patch-size) [0-9]+' | tr '\n' ' ')

@@ -46,7 +46,7 @@ def trained(photos, tmp_path_factory):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(program, "parse", lambda arguments: config)
             program.main([])
-        return (config.output / "encoder.safetensors").read_bytes()
+        return (config.output / "encoder/model.safetensors").read_bytes()
 
     return run
 

@@ -70,13 +70,11 @@ def test_learns_and_exports_what_it_measured(data, tuned):
     assert (scores[-1]["eval_images"], scores[-1]["left_out"]) == (27, 1)
     assert scores[-1]["top1"] > 80 and scores[-1]["top1_ema"] > 80  # by chance 33
     for name, key in (("model", "top1"), ("model_ema", "top1_ema")):
-        known = json.loads((tuned / f"{name}.json").read_text())
-        assert known["classes"] == ["across", "along", "plain"] and known["training"][key] == scores[-1][key]
-        vit = timm.create_model(
-            known["model"], checkpoint_path=str(tuned / f"{name}.safetensors"), **known["arguments"]
-        ).eval()
+        vit = timm.create_model(f"local-dir:{tuned / name}", pretrained=True).eval()
+        known, training = vit.pretrained_cfg, json.loads((tuned / name / "config.json").read_text())["training"]
+        assert known["label_names"] == ["across", "along", "plain"] and training["top1"] == scores[-1][key]
         right = []
-        for number, label in enumerate(known["classes"]):
+        for number, label in enumerate(known["label_names"]):
             files = sorted((data / "val" / label).glob("[0-9]*.jpg"))
             images = np.stack([np.asarray(Image.open(file).resize((32, 32), Image.BILINEAR)) for file in files])
             pixels = (torch.tensor(images) / 255 - torch.tensor(known["mean"])) / torch.tensor(known["std"])
@@ -102,7 +100,7 @@ def test_stopped_by_a_signal_and_continued_gives_the_same_bytes(data, tuned, tmp
     tune(data, tmp_path / "run")
     assert "steps 8 to 30" in capsys.readouterr().out
     assert metrics(tmp_path / "run") == metrics(tuned)
-    for name in ("model.safetensors", "model_ema.safetensors"):
+    for name in ("model/model.safetensors", "model_ema/model.safetensors"):
         assert (tmp_path / "run" / name).read_bytes() == (tuned / name).read_bytes()
 
     # Two ranks go on from there as well, and one alone finds the accuracy that they found together.
@@ -141,13 +139,12 @@ def test_classes_are_matched_by_name(data, tmp_path, capsys, change, says):
 
 
 def test_an_encoder_is_taken_whole_or_not_at_all(data, tuned, tmp_path, capsys):
-    arguments = ["--encoder", str(tmp_path / "model.safetensors")]
+    arguments = ["--encoder", str(tmp_path / "model")]
     without = [word for option in ("--depth", "--patch-size", "--image-size", "--model") for word in (option,)]
     kept = [w for i, w in enumerate(TINY) if w not in without and (i == 0 or TINY[i - 1] not in without)]
     more = [*kept, *arguments, "--data", str(data / "train"), "--eval-data", str(data / "val")]
-    state = load_file(tuned / "model.safetensors")
-    save_file(state, tmp_path / "model.safetensors")
-    shutil.copy(tuned / "model.json", tmp_path)
+    state = load_file(tuned / "model/model.safetensors")
+    shutil.copytree(tuned / "model", tmp_path / "model")
     config = finetune.parse(more)
     vit, description = new_model(config, 3)
     head = {"head.weight", "head.bias"}
@@ -155,7 +152,7 @@ def test_an_encoder_is_taken_whole_or_not_at_all(data, tuned, tmp_path, capsys):
         assert torch.equal(tensor, state[name]) != (name in head)
     assert description["arguments"]["depth"] == 1 and all(p.requires_grad for p in vit.parameters())
     del state["blocks.0.mlp.fc1.weight"]
-    save_file(state, tmp_path / "model.safetensors")
+    save_file(state, tmp_path / "model/model.safetensors")
     with pytest.raises(SystemExit, match="2"):
         finetune.main([*more, "--output", str(tmp_path / "run")])
     assert "1 missing: blocks.0.mlp.fc1.weight" in capsys.readouterr().err
@@ -174,7 +171,7 @@ def test_probes_leave_the_encoder_as_it_is(data, tuned, tmp_path, capsys, monkey
     assert said.count("\n") == 1 and f"top1 {record['top1']:.2f} %" in said and "cut.jpg" in said
     assert (record["eval_images"], record["train_images"], record["left_out"]) == (27, 60, 1)
     assert record["top1"] > 80
-    state = load_file(tuned / "model.safetensors")
+    state = load_file(tuned / "model/model.safetensors")
     for name, tensor in seen[0][0].state_dict().items():
         assert torch.equal(tensor, state[name])
     assert not (tmp_path / "config.json").exists()

@@ -89,7 +89,7 @@ def test_a_crawled_folder_trains_and_is_reported(crawled, tmp_path):
     assert named.keys() == expected.keys(), named.keys() ^ expected.keys()
     for name, words in expected.items():
         assert any(word in named[name] for word in words.split("|")), (name, named[name])
-    assert "left out" in done.stdout and (output / "encoder.safetensors").exists()
+    assert "left out" in done.stdout and (output / "encoder/model.safetensors").exists()
     assert "\x1b" not in done.stderr  # nothing of the decoder's own
     # What is known to be bad costs nothing when the run goes on, and is still reported.
     again = train(crawled, output, *enough)

@@ -53,7 +53,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(undisturbed, photos, tmp_pa
     assert not list((tmp_path / "run" / "inflight").iterdir())
     train(photos, tmp_path / "run", "--eval-data", photos, *MORE)
     assert metrics(tmp_path / "run") == metrics(undisturbed[0])
-    one, other = ((output / "encoder.safetensors").read_bytes() for output in (undisturbed[0], tmp_path / "run"))
+    one, other = ((output / "encoder/model.safetensors").read_bytes() for output in (undisturbed[0], tmp_path / "run"))
     assert one == other
 
 
@@ -125,7 +125,7 @@ def test_a_rank_dies_and_the_job_goes_on_from_the_checkpoint(photos, tmp_path):
 def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(undisturbed, photos, tmp_path):
     output = tmp_path / "run"
     shutil.copytree(undisturbed[0], output)
-    (output / "encoder.safetensors").unlink()
+    shutil.rmtree(output / "encoder")
     newest = max((output / "checkpoints").iterdir())
     data = bytearray(newest.read_bytes())
     data[len(data) // 2] ^= 1
@@ -133,7 +133,9 @@ def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(undisturbed, 
     done = train(photos, output, "--eval-data", photos, *MORE)
     assert f"{newest} is damaged (checksum of" in done.stdout and "steps 31 to 32" in done.stdout
     assert metrics(output) == metrics(undisturbed[0])
-    assert (output / "encoder.safetensors").read_bytes() == (undisturbed[0] / "encoder.safetensors").read_bytes()
+    assert (output / "encoder/model.safetensors").read_bytes() == (
+        undisturbed[0] / "encoder/model.safetensors"
+    ).read_bytes()
 
 
 def test_a_full_disk_is_one_line_and_harms_nothing(photos, tmp_path):

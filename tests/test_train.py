@@ -21,23 +21,15 @@ from train import main
 def test_run_leaves_what_the_readme_promises(undisturbed):
     output, said = undisturbed
     names = {path.name for path in output.iterdir()}
-    assert names >= {
-        "config.json",
-        "metrics.jsonl",
-        "checkpoints",
-        "rejected.jsonl",
-        "encoder.safetensors",
-        "encoder.json",
-    }
+    assert names >= {"config.json", "metrics.jsonl", "checkpoints", "rejected.jsonl", "encoder"}
+    assert "encoder.partial" not in names
     logged = [line for line in metrics(output) if "loss" in line]
     assert [line["step"] for line in logged] == [*range(3, 33, 3), 32]
     assert said.count("loss ") == len(logged)
     assert len(list((output / "checkpoints").iterdir())) == 3
-    description = json.loads((output / "encoder.json").read_text())
+    description = json.loads((output / "encoder/config.json").read_text())
     assert description["training"]["knn_queries"] == 48 and "k-NN accuracy" in said
-    vit = timm.create_model(
-        description["model"], checkpoint_path=str(output / "encoder.safetensors"), **description["arguments"]
-    )
+    vit = timm.create_model(f"local-dir:{output / 'encoder'}", pretrained=True)
     assert vit(torch.randn(1, 3, 32, 32)).shape == (1, 192)
 
 
@@ -58,7 +50,9 @@ def test_killed_and_continued_gives_the_same_bytes(undisturbed, photos, tmp_path
     said = run_program(*arguments).stdout
     assert f"steps {max(steps) + 1} to 32" in said and "none ends a decoder" in said
     assert metrics(output) == metrics(undisturbed[0])
-    assert (output / "encoder.safetensors").read_bytes() == (undisturbed[0] / "encoder.safetensors").read_bytes()
+    assert (output / "encoder/model.safetensors").read_bytes() == (
+        undisturbed[0] / "encoder/model.safetensors"
+    ).read_bytes()
 
 
 def test_two_ranks_train_as_one_process(photos, tmp_path):
@@ -70,7 +64,7 @@ def test_two_ranks_train_as_one_process(photos, tmp_path):
     for a, b in zip(one, two, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-3)
         assert a["similarity"] == pytest.approx(b["similarity"], abs=1e-3)
-    weights = [load_file(tmp_path / str(ranks) / "encoder.safetensors") for ranks in (1, 2)]
+    weights = [load_file(tmp_path / str(ranks) / "encoder/model.safetensors") for ranks in (1, 2)]
     for name, tensor in weights[0].items():
         torch.testing.assert_close(tensor, weights[1][name], rtol=0, atol=3e-4)  # a few AdamW steps of 1e-4 at most
 
@@ -83,7 +77,7 @@ def test_bfloat16_trains_as_float32_does(undisturbed, photos, tmp_path, capsys):
     losses, exact = ([line["loss"] for line in metrics(run) if "loss" in line] for run in (output, undisturbed[0]))
     assert losses[0] == pytest.approx(exact[0], rel=0.02) and losses[0] != exact[0]
     assert losses == pytest.approx(exact[:3], rel=0.1)  # a rate that is a thousandth higher changes the third by 3 %
-    weights = load_file(output / "encoder.safetensors")
+    weights = load_file(output / "encoder/model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
     assert all(tensor.isfinite().all() for tensor in weights.values())
 
@@ -171,7 +165,7 @@ def test_evaluation_without_a_usable_image_costs_no_encoder(photos, tmp_path, ca
     (tmp_path / "eval" / "a" / "cut.jpg").write_bytes(cut)
     said = in_process(capsys, photos, tmp_path / "run", "--eval-data", tmp_path / "eval", "--max-steps", "4")
     assert "no k-NN accuracy: none of 1 images" in said
-    assert (tmp_path / "run" / "encoder.safetensors").exists()
+    assert (tmp_path / "run" / "encoder/model.safetensors").exists()
 
 
 @pytest.mark.gpu

@@ -16,6 +16,7 @@ from model.encoder import create_plain
 from run import checkpoint
 
 HEAD = ("head.weight", "head.bias")  # the classifier, as timm calls it
+HUB_WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in timm's hub layout, the first that is there
 SHOWN = 30  # keys of a kind in an error
 
 
@@ -25,15 +26,16 @@ def load_encoder(
     """An encoder with its weights, as timm's own VisionTransformer on the CPU, and the description of it.
 
     ``source``: the folder of a run (its encoder, or its newest whole checkpoint where that is further), a checkpoint
-    of a run, ``encoder.safetensors`` with its JSON beside it, a folder in timm's hub layout, or a checkpoint with the
-    keys of timm, for which ``model`` names the architecture as ``timm.create_model`` takes it (of several sets of
-    weights in it timm prefers averaged ones). Nothing but tensors and plain values is unpickled.
+    of a run, a folder in timm's hub layout (as ``encoder`` of a run) or the weights in it, ``encoder.safetensors`` with
+    its JSON beside it, as runs of older versions left them, or a checkpoint with the keys of timm, for which ``model``
+    names the architecture as ``timm.create_model`` takes it (of several sets of weights in it timm prefers averaged
+    ones). Nothing but tensors and plain values is unpickled.
 
     ``image_size`` in pixels, square or (height, width): where it is not the encoder's own, the position embedding is
     resampled by timm's function. ``more`` goes to ``timm.create_model``. There is no classifier unless ``num_classes``
     asks for one, which is new but where the source has one of as many classes.
 
-    The description is that of ``encoder.json``: ``model``, ``arguments`` (which made the encoder that is returned),
+    The description: ``model``, ``arguments`` (which made the encoder that is returned),
     ``mean`` and ``std`` per channel of pixels in [0, 1], ``training`` (what is known of it). ValueError for anything
     that is no such source, and for weights that are missing, left over, of another shape or not finite.
     """
@@ -101,11 +103,13 @@ def _check_fit(what: str, expected: dict[str, Tensor], got: dict[str, Tensor], f
 
 def _read(source: Path, model: str | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if not source.exists():
-        raise ValueError(f"{source} does not exist; expected a run, its encoder.safetensors or a checkpoint")
+        raise ValueError(f"{source} does not exist; expected a run, a folder in timm's hub layout or a checkpoint")
     if source.is_dir():
         description, state = _read_folder(source)
     elif source.suffix == ".safetensors" and source.with_suffix(".json").exists():
         description, state = _read_export(source)
+    elif source.name in HUB_WEIGHTS and (known := _layout(source.parent)):
+        description, state = _read_hub(source.parent, known)
     elif source.match("checkpoints/step-*.pt"):
         description, state = _read_checkpoint(source)
     elif model is None:
@@ -118,24 +122,37 @@ def _read(source: Path, model: str | None) -> tuple[dict[str, Any], dict[str, Te
 
 
 def _read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    layout = folder / "config.json"
-    written = (path for stem in ("encoder", "model") if (path := folder / f"{stem}.json").exists())  # by fine-tuning
-    exported = next(written, folder / "encoder.json").with_suffix(".safetensors")
     newest, damaged = checkpoint.newest(folder / "checkpoints")
     for line in damaged:
         warnings.warn(f"{line}; the one before it is used", stacklevel=4)
-    if exported.exists():
-        description, state = _read_export(exported)
-        if newest is None or checkpoint.step_of(newest) <= description["training"].get("steps", 0):
-            return description, state
+    exported = _read_exported(folder)
+    if exported and (newest is None or checkpoint.step_of(newest) <= exported[0]["training"].get("steps", 0)):
+        return exported
     if newest is not None:
         return _read_checkpoint(newest)
-    if layout.exists() and "architecture" in (known := _json(layout)):
+    if known := _layout(folder):
         return _read_hub(folder, known)
     raise ValueError(
-        f"{folder} holds no encoder.safetensors, no checkpoint of a run and no model in timm's hub layout; expected "
-        "one of these (a run writes its first checkpoint after --checkpoint-every steps)"
+        f"{folder} holds no encoder, no checkpoint of a run and no model in timm's hub layout; expected one of these "
+        "(a run writes its first checkpoint after --checkpoint-every steps)"
     )
+
+
+def _read_exported(run: Path) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+    """What pretraining or fine-tuning has left: timm's hub layout, or two files of an older version of this project."""
+    for name in ("encoder", "model"):
+        if known := _layout(run / name):
+            return _read_hub(run / name, known)
+    for name in ("encoder", "model"):
+        if (path := run / f"{name}.safetensors").exists() and path.with_suffix(".json").exists():
+            return _read_export(path)
+    return None
+
+
+def _layout(folder: Path) -> dict[str, Any] | None:
+    """The ``config.json`` of a folder in timm's hub layout; None if it is in another one."""
+    known = _json(path) if (path := folder / "config.json").exists() else {}
+    return known if "architecture" in known else None
 
 
 def _read_export(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -167,10 +184,9 @@ def _read_hub(folder: Path, known: dict[str, Any]) -> tuple[dict[str, Any], dict
     description = {"model": known["architecture"], "arguments": known.get("model_args", {}), "training": training}
     data = known.get("pretrained_cfg", known)  # older files have it at the top
     description |= {name: data[name] for name in ("mean", "std") if name in data}
-    names = "model.safetensors", "pytorch_model.bin"
-    found = next((folder / name for name in names if (folder / name).exists()), None)
+    found = next((folder / name for name in HUB_WEIGHTS if (folder / name).exists()), None)
     if found is None:
-        raise ValueError(f"{folder} has a config.json and no weights; expected {' or '.join(names)} beside it")
+        raise ValueError(f"{folder} has a config.json and no weights; expected {' or '.join(HUB_WEIGHTS)} beside it")
     return description, _weights(found)
 
 

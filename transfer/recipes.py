@@ -33,7 +33,7 @@ class TuneConfig(ImagesConfig):
     recipe: Literal["toy", "cifar", "imagenet"] = "toy"
     """Where the defaults of all other options come from."""
     encoder: str = "none"
-    """Where to start: the folder of a pretraining run, its encoder.safetensors, a checkpoint with the keys of timm (and
+    """Where to start: a run, a folder in timm's hub layout (as its encoder/), a checkpoint with the keys of timm (and
     --model), or none: from scratch."""
     probe: Literal["linear", "knn"] | None = None
     """Instead of fine-tuning, measure what the frozen encoder is worth, by a linear classifier or by k-NN."""

@@ -14,7 +14,7 @@ from timm.data.mixup import Mixup
 from timm.data.random_erasing import RandomErasing
 
 from model.encoder import PackedAttention
-from model.export import export_encoder
+from model.export import export_model
 from pipeline import Index
 from run.ranks import Ranks
 from run.recipes import RECIPES
@@ -45,9 +45,9 @@ def encoder(tmp_path_factory):
     """An encoder as a run leaves it: its folder."""
     folder = tmp_path_factory.mktemp("encoder")
     vit, description = new_model(PLAIN, 0)
-    how = {"name": PLAIN.model, "arguments": description["arguments"], "training": {"steps": 5}}
-    export_encoder(vit, folder, **how, **STATISTICS)
-    return folder
+    training = {"method": "APS", "recipe": "toy", "steps": 5, "images": 6}
+    how = {"name": PLAIN.model, "arguments": description["arguments"], "training": training}
+    return export_model(vit, folder / "encoder", **how, **STATISTICS)
 
 
 def tuning(config, encoder=None, classes=3, ranks=ALONE):

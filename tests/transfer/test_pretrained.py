@@ -36,12 +36,27 @@ def run(undisturbed, tmp_path):
     return shutil.copytree(undisturbed[0], tmp_path / "run")
 
 
-def test_a_run_its_file_and_its_checkpoints(run, tmp_path):
-    description = json.loads((run / "encoder.json").read_text())
-    plain = timm.create_model(NAME, checkpoint_path=str(run / "encoder.safetensors"), **description["arguments"])
-    expected = features(plain)
-    for suffix in (".safetensors", ".json"):
-        shutil.copy(run / f"encoder{suffix}", tmp_path / f"mine{suffix}")
+def as_two_files(run, stem="encoder"):
+    """What older versions of this project left in the place of a folder."""
+    known = json.loads((run / "encoder/config.json").read_text())
+    data = known["pretrained_cfg"]
+    arguments = {**known["model_args"], "num_classes": data["num_classes"]}
+    description = {"model": known["architecture"], "arguments": arguments, "mean": data["mean"], "std": data["std"]}
+    (run / f"{stem}.json").write_text(json.dumps(description | {"training": known["training"]}))
+    shutil.move(run / "encoder/model.safetensors", run / f"{stem}.safetensors")
+    shutil.rmtree(run / "encoder")
+
+
+def test_a_run_its_encoder_and_its_checkpoints(run, tmp_path):
+    description = load_encoder(run)[1]
+    expected = features(timm.create_model(f"local-dir:{run / 'encoder'}", pretrained=True))
+    shutil.copytree(run / "encoder", tmp_path / "mine")
+    old = shutil.copytree(run, tmp_path / "old")
+    as_two_files(old)
+    tuned = shutil.copytree(run, tmp_path / "tuned")
+    (tuned / "encoder").rename(tuned / "model")
+    older = shutil.copytree(run, tmp_path / "older")
+    as_two_files(older, "model")
     newest = run / "checkpoints" / "step-00000032.pt"
 
     def check(source):
@@ -50,17 +65,19 @@ def test_a_run_its_file_and_its_checkpoints(run, tmp_path):
         assert {**found, "training": None} == {**description, "training": None}
         assert (found["training"]["steps"], found["training"]["images"]) == (32, 48)
 
-    for source in (run, run / "encoder.safetensors", tmp_path / "mine.safetensors", newest):
+    sources = run, run / "encoder", tmp_path / "mine", run / "encoder/model.safetensors", newest
+    for source in (*sources, old, old / "encoder.safetensors", tuned, older):
         check(source)
     # The export of the newest checkpoint is what is taken, a run that was continued past it, and one that has none yet.
-    changed = load_file(run / "encoder.safetensors") | {"norm.bias": torch.full((192,), 3.0)}
-    save_file(changed, run / "encoder.safetensors")
-    assert torch.equal(load_encoder(run)[0].norm.bias, changed["norm.bias"])
-    (run / "encoder.json").write_text(json.dumps(description | {"training": {"steps": 24}}))
-    save_file(made(depth=1, patch_size=16).state_dict(), run / "encoder.safetensors")
+    changed = load_file(run / "encoder/model.safetensors") | {"norm.bias": torch.full((192,), 3.0)}
+    for weights in (run / "encoder/model.safetensors", old / "encoder.safetensors"):
+        save_file(changed, weights)
+        assert torch.equal(load_encoder(weights.parents[weights.parent != old])[0].norm.bias, changed["norm.bias"])
+    for file in (run / "encoder/config.json", old / "encoder.json"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"training": {"steps": 24}}))
     check(run)
-    for suffix in (".safetensors", ".json"):
-        (run / f"encoder{suffix}").unlink()
+    check(old)
+    shutil.rmtree(run / "encoder")
     check(run)
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 255
@@ -166,7 +183,7 @@ def test_a_folder_in_the_layout_of_a_hub(tmp_path):
     (tmp_path / "new/config.json").write_text(json.dumps({"architecture": NAME, "model_args": own}))
     assert load_encoder(tmp_path / "new")[1]["mean"] == [0.5] * 3, "as timm has it for this model"
     (tmp_path / "new/config.json").write_text(json.dumps({"config": {}}))
-    with pytest.raises(ValueError, match=r"holds no encoder.safetensors, no checkpoint of a run and no model in"):
+    with pytest.raises(ValueError, match=r"holds no encoder, no checkpoint of a run and no model in"):
         load_encoder(tmp_path / "new")
 
     tuned = {"model": NAME, "arguments": own | {"num_classes": 5}, "training": {"steps": 1}, **statistics}
@@ -197,19 +214,21 @@ def test_what_is_no_encoder_is_refused(run, tmp_path):
     assert not (tmp_path / "trap").exists()
     torch.save({"network": made().state_dict(), "step": 3}, tmp_path / "other.pt")
     refused(tmp_path / "other.pt", r"other.pt holds network, step; expected the weights", model=NAME)
-    (tmp_path / "torn.safetensors").write_bytes((run / "encoder.safetensors").read_bytes()[:5000])
+    (tmp_path / "torn.safetensors").write_bytes((run / "encoder/model.safetensors").read_bytes()[:5000])
     refused(tmp_path / "torn.safetensors", r"torn.safetensors is no checkpoint", model=NAME)
     save_file(made().state_dict(), tmp_path / "whole.safetensors")
     refused(tmp_path / "whole.safetensors", r"--model resnet18 is no plain Vision Transformer", model="resnet18")
     refused(tmp_path / "nothing", r"nothing does not exist")
     refused(run, r"--model vit_base_patch16_224: .*run is a vit_tiny_patch16_224", model="vit_base_patch16_224")
+    (run / "encoder/config.json").write_text("{")
+    refused(run, r"encoder/config.json is not the JSON of")
+    shutil.rmtree(run / "encoder")
+    save_file(made().state_dict(), run / "encoder.safetensors")
     (run / "encoder.json").write_text('{"model": 1}')
     refused(run, r"encoder.json does not describe an encoder")
-    (run / "encoder.json").write_text("{")
-    refused(run, r"encoder.json is not the JSON of")
     shutil.rmtree(run / "checkpoints")
     (run / "encoder.safetensors").unlink()
-    refused(run, r"run holds no encoder.safetensors, no checkpoint of a run and no model in timm's hub layout")
+    refused(run, r"run holds no encoder, no checkpoint of a run and no model in timm's hub layout")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -22,7 +22,7 @@ class DetectionConfig(RunConfig):
     recipe: Literal["toy", "coco"] = "toy"
     """Where the defaults of all other options come from."""
     encoder: str = "none"
-    """A run, its encoder.safetensors, a model in timm's hub layout or a checkpoint of timm; none: a new encoder."""
+    """A run, a folder in timm's hub layout (as its encoder/) or a checkpoint of timm; none: a new encoder."""
     model: str | None = None
     """The encoder as timm names it, for checkpoints that do not say it and for a new one; its default there is ViT-T
     (toy) or ViT-B of 16 pixels a patch."""

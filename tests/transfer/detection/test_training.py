@@ -14,7 +14,7 @@ from conftest import ROOT
 
 from model import create_encoder, timm_arguments
 from model.encoder import sincos_position_embedding
-from model.export import export_encoder
+from model.export import export_model
 from run.ranks import Ranks
 from transfer.detection.recipes import RECIPES, SPLITS, DetectionConfig, learning_rate
 from transfer.detection.scenes import make_scenes
@@ -90,8 +90,9 @@ def test_starts_from_a_pretrained_encoder(tmp_path):
     name = "vit_tiny_patch16_224"
     vit = create_encoder(name, sincos=True, frozen_patch_embed=True, seed=7, **sizes)
     statistics = {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}
-    export_encoder(vit, tmp_path, name=name, arguments=sizes, training={}, **statistics)
-    config = dataclasses.replace(SMALL, encoder=str(tmp_path), patch_size=0, depth=0, window=4)
+    training = {"method": "APS", "recipe": "toy", "steps": 5, "images": 6}
+    encoder = export_model(vit, tmp_path / "encoder", name=name, arguments=sizes, training=training, **statistics)
+    config = dataclasses.replace(SMALL, encoder=str(encoder), patch_size=0, depth=0, window=4)
     detector, description = new_detector(config, 4)
     assert detector.transform.image_mean == statistics["mean"] and detector.transform.image_std == statistics["std"]
     loaded = detector.backbone.vit.state_dict()
