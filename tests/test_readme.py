@@ -55,7 +55,7 @@ def places(photos, undisturbed, tmp_path_factory):
     """{word of the pages: what stands for it}."""
     folder = tmp_path_factory.mktemp("newcomer")
     found = {name: photos for name in ("IMAGES", "TRAIN", "VAL", "FOLDER")}
-    found |= {name: folder / name for name in ("RUN", "TUNED", "SCRATCH", "DETECTOR", "DIR", "sheet.png")}
+    found |= {name: folder / name for name in ("RUN", "TUNED", "SCRATCH", "DETECTOR", "sheet.png")}
     found["OTHER_RUN"], _ = undisturbed
     return {name: str(path) for name, path in found.items()} | {"IMAGE": str(next(photos.glob("*/*.jpg")))}
 
@@ -69,7 +69,6 @@ def test_a_newcomer_runs_every_command(places, tmp_path_factory, monkeypatch, ca
     scenes = dict(zip(("train.json", "TRAIN", "val.json", "VAL"), map(str, chain(*drawn.values())), strict=True))
     monkeypatch.chdir(tmp_path_factory.mktemp("cwd"))
     lines = [line for block in BLOCKS if "#SBATCH" not in block for line in block.splitlines()]
-    lines += re.findall(r"`(python -m model\.export [^`]+)`", TEXT)
     done = set()
     for name, arguments, ranks in commands(lines):
         here = places | scenes if name == "detect.py" else places
@@ -88,12 +87,11 @@ def test_a_newcomer_runs_every_command(places, tmp_path_factory, monkeypatch, ca
             module = "bench.__main__" if name == "bench" else name
             assert not import_module(module).main(given), given
         done.add(name)
-    assert done >= {*PROGRAMS, "run.preview", "model.export", "bench"}
+    assert done >= {*PROGRAMS, "run.preview", "bench"}
     snippet = re.search(r"```python\n(.*?)```", TEXT, re.S)[1].replace("RUN", places["RUN"])
     loaded = {}
-    exec(snippet, loaded)
-    assert loaded["encoder"].num_features == 192
-    assert timm.create_model(f"local-dir:{places['DIR']}", pretrained=True).num_features == 192
+    exec(snippet.replace("IMAGE", places["IMAGE"]), loaded)
+    assert loaded["features"].shape == (1, 192)
 
 
 def test_other_commands_are_understood():
