@@ -99,12 +99,12 @@ def cost(name: str, flop_per_pair: float, rows: dict[str, dict]) -> dict:
 
 def cost_table(costs: list[dict]) -> list[list[str]]:
     own = "hours for {:,} images, {} epochs".format(*OWN)
-    table = [["recipe", "model", "image, patch", "batch", "epochs", "GPU memory", "hours on one H100", own]]
+    table = [["recipe", "model", "image, patch (px)", "batch", "epochs", "GPU memory", "hours on one H100", own]]
     for row in costs:
         text = "{:.3g}" if row["memory_bytes"] else "about {:.2g}"  # as far as it was measured
         memory = f"{row['memory_bytes'] / 2**30:.3g} GiB at batch {MEASURED_BATCH}" if row["memory_bytes"] else "-"
         hours = [text.format(row[key]) if row[key] else "-" for key in ("hours", "own_hours")]
-        size = f"{row['image_size']} px, {row['patch_size']} px"
+        size = f"{row['image_size']}, {row['patch_size']}"
         kind = "ViT-" + row["model"].split("_")[1][0].upper()
         table.append([f"`{row['recipe']}`", kind, size, f"{row['batch_size']:,}", f"{row['epochs']:,}", memory, *hours])
     return table
