@@ -24,6 +24,7 @@ SUBJECTS = {
     "attention": "what an encoder looks at, and nearest neighbours, as a picture (needs DALI and matplotlib)",
     "scaling": "8 and 64 GPUs, predicted from the figures of one",
     "learning": "the table of learning.sh: what pretraining is worth, against training from scratch",
+    "labels": "the table of labels.sh: what pretraining is worth where labels are few",
     "train": "train.py end to end, and the share of time it waits for data (needs DALI and tyro)",
     "all": "every subject in sequence, each behind its tests, to one folder",
     "report": "all results as a page, plots and the tables of README and docs/ (needs matplotlib)",

@@ -47,11 +47,19 @@ def linear_probe(vit: VisionTransformer, index: Index, evaluation: Index, *, ima
     (rows,), labels = knn.features([vit], index, samples, bad=bad, **how)
     (asked,), truth = knn.features([vit], evaluation, queries, bad=bad_queries, **how)
     truth = torch.from_numpy(evaluation.labels_among(index.classes)).to(truth.device)[truth]
+    classes = len(index.classes)
+    top1, top5, penalty = linear(rows, labels, asked, truth, classes)
+    left_out = {index.file(i): reason for i, reason in bad.items()} | evaluation.left_out(bad_queries)
+    scores = {"top1": top1} | ({"top5": top5} if classes > 5 else {})
+    return scores | {"train_images": len(rows), "eval_images": len(asked), "penalty": penalty, "left_out": left_out}
+
+
+def linear(rows: Tensor, labels: Tensor, asked: Tensor, truth: Tensor, classes: int) -> tuple[float, float, float]:
+    """Top-1 and top-5 accuracy in percent, and the penalty, of the linear probe: of features [n, D] for training with
+    labels int64 [n], on others ``asked`` [m, D] with the ``truth`` [m]."""
     labels = labels.clone()  # of inference mode, which has no gradients
     deviation, mean = torch.std_mean(rows, dim=0)
     rows, asked = ((part - mean) / (deviation + 1e-6) for part in (rows, asked))
-
-    classes = len(index.classes)
     held = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
     held[::HELD_OUT] = True
     best, penalty, weights = -1.0, PENALTIES[0], None
@@ -60,10 +68,7 @@ def linear_probe(vit: VisionTransformer, index: Index, evaluation: Index, *, ima
             weights = fit(rows[~held], labels[~held], classes, candidate, weights)
             if (right := accuracy(weights, rows[held], labels[held])[0]) > best:
                 best, penalty = right, candidate
-    top1, top5 = accuracy(fit(rows, labels, classes, penalty, weights), asked, truth)
-    left_out = {index.file(i): reason for i, reason in bad.items()} | evaluation.left_out(bad_queries)
-    scores = {"top1": top1} | ({"top5": top5} if classes > 5 else {})
-    return scores | {"train_images": len(rows), "eval_images": len(asked), "penalty": penalty, "left_out": left_out}
+    return *accuracy(fit(rows, labels, classes, penalty, weights), asked, truth), penalty
 
 
 def fit(rows: Tensor, labels: Tensor, classes: int, penalty: float, start: Tensor | None = None) -> Tensor:
