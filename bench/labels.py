@@ -15,8 +15,9 @@ import torch
 from bench import environment
 from bench.findings import finding, plot
 from pipeline import Index
+from run import command
+from run.recipes import RECIPES
 from run.training import new_encoder
-from train import parse
 from transfer import knn, probe
 from transfer.pretrained import load_encoder
 
@@ -125,7 +126,8 @@ def main(arguments: list[str]) -> int:
         encoder, about = load_encoder(options.probe)
         encoders = {options.probe.name: encoder}
         if options.probe.name == "aps":
-            encoders["untrained"] = new_encoder(parse(["--config", str(options.probe / "config.json")]))
+            written = ["--config", str(options.probe / "config.json")]
+            encoders["untrained"] = new_encoder(command.parse("train.py", RECIPES, written, own_data=lambda _: False))
         for name, network in encoders.items():
             rows = probes(options.runs, network, about["mean"], about["std"])
             (options.runs / f"{name}.json").write_text(json.dumps(rows))
