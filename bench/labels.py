@@ -66,8 +66,8 @@ def table(folder: Path) -> list[dict]:
             for row in json.loads(file.read_text()):
                 name = f"{what}, {row['method']}"
                 found.setdefault((name, row["labels"]), {}).setdefault(0, []).append(row["top1"])
-    for run in sorted(folder.glob("*/model.json")):
-        if parts := re.fullmatch(r"(\w+)-(\d+)-(\d+)-(\d+)", run.parent.name):
+    for run in sorted(folder.glob("*/model/config.json")):
+        if parts := re.fullmatch(r"(\w+)-(\d+)-(\d+)-(\d+)", run.parents[1].name):
             top1 = json.loads(run.read_text())["training"]["top1"]
             found.setdefault((TUNED[parts[1]], int(parts[2])), {}).setdefault(int(parts[4]), []).append(top1)
     rows = []

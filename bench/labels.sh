@@ -37,13 +37,13 @@ common="--eval-data $OUT/eval.txt --threads 1 --log-every 50"
 shape=$(echo "$MODEL" | grep -oE -- '--(depth|patch-size) [0-9]+' | tr '\n' ' ')
 pretrain() { # ARM EPOCHS [OPTIONS]: pretraining, then the probes
     local run=$OUT/$1
-    echo "[ -e $run/encoder.json ] || $python train.py --recipe cifar-vit-t --data $OUT/train.txt $common --output $run --epochs $2" \
+    echo "[ -e $run/encoder ] || $python train.py --recipe cifar-vit-t --data $OUT/train.txt $common --output $run --epochs $2" \
         "--warmup-epochs $(awk "BEGIN { print $2 / 10 }") $MODEL ${*:3} >$run.log 2>&1; [ -e $run.json ] ||" \
         "$python -m bench labels $OUT --probe $run >>$run.log 2>&1"
 }
 tune() { # NAME COUNT DRAW EPOCHS [OPTIONS]: fine-tuning
     local run=$OUT/$1-$2-$3-$4
-    echo "[ -e $run/model.json ] || $python finetune.py --recipe cifar --data $OUT/labels-$2-$3.txt $common --eval-every" \
+    echo "[ -e $run/model ] || $python finetune.py --recipe cifar --data $OUT/labels-$2-$3.txt $common --eval-every" \
         "100000 --seed $3 --output $run --epochs $4 --warmup-epochs $(awk "BEGIN { print $4 / 10 }") $TUNE ${*:5} >$run.log 2>&1"
 }
 together() { xargs -P "$JOBS" -d '\n' -n 1 bash -c; }
