@@ -11,6 +11,7 @@ SUBJECTS = {
     "gpu_tests": "the tests marked gpu, as JSON",
     "kernels": "sampling and gathering against the alternatives",
     "step": "the optimizer step on synthetic crops: against the plain form and the roofline; memory; profile",
+    "big": "a step, a checkpoint and the memory of a rank for large models, on one rank and sharded over two",
     "products": "the products of a block, shape by shape: libraries, GELU inside, fp8",
     "baselines": "a training step of APS beside MoCo v3, MAE, SimMIM and iBOT: FLOPs, memory, time",
     "once": "every kernel once, for the two that follow",

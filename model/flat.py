@@ -16,8 +16,9 @@ ALIGNMENT = 64  # elements; what lies between two parameters stays 0
 class FlatParameters:
     """Parameters, and their gradients, one behind the other; the parameters of a unit (``clip_units``) are neighbours.
 
-    ``values`` and ``gradient`` are float32 [n]. The parameters of the modules become views of ``values`` and keep their
-    shapes; unit i goes from ``bounds[i]`` to ``bounds[i + 1]``.
+    ``values`` and ``gradient`` are float32 [n]; of a network that is not trained, ``gradient`` is [0]. The parameters
+    of the modules become views of ``values`` and keep their shapes; unit i goes from ``bounds[i]`` to
+    ``bounds[i + 1]``.
 
     Of a network that FSDP2 has sharded, each rank holds the parts that are its own. FSDP keeps the storage of the
     parameters, so ``values`` is then a copy, which ``publish`` writes back.
@@ -33,8 +34,10 @@ class FlatParameters:
         self._whole_places, whole_bounds = _layout([[parameter.shape for parameter in unit] for unit in units])
         self.whole_size = whole_bounds[-1]
         self.values = torch.zeros(self.bounds[-1], device=_own(self.parameters[0]).device)
-        self.gradient = torch.zeros_like(self.values)
-        self._values, self._gradients = (_views(flat, self._places) for flat in (self.values, self.gradient))
+        learned = any(parameter.requires_grad for parameter in self.parameters)
+        self.gradient = torch.zeros_like(self.values) if learned else self.values.new_zeros(0)
+        self._values = _views(self.values, self._places)
+        self._gradients = _views(self.gradient, self._places) if learned else []
         self.copies = self.values.new_zeros(0, dtype=torch.bfloat16)
         self._running = self.parameters  # those of the network that runs
         self._fixed: dict[Tensor, Tensor] = {}  # further copies, of parameters that nothing changes but a checkpoint

@@ -1,5 +1,6 @@
 """The benchmarks run and say what they promise; their figures are no business of a test."""
 
+import argparse
 import json
 import os
 import re
@@ -12,7 +13,7 @@ import torch
 from conftest import ROOT, run_program
 
 import kernels
-from bench import counters, environment, sanitizer
+from bench import big, counters, environment, sanitizer
 from bench.compile import compiled_rows
 from bench.kernels import GROUPS, POWER, Size, batch_of_boxes, sample_one_by_one, sample_with_multinomial
 from bench.report import tables
@@ -154,6 +155,20 @@ def test_a_result_says_what_makes_it(monkeypatch):
     assert environment.command(options) == (
         "OMP_NUM_THREADS=3 python -m bench step --smoke --images IMAGES --ranks 1 2 --power 0"
     )
+
+
+def test_of_large_models_time_and_memory_are_said(tmp_path, monkeypatch):
+    options = argparse.Namespace(models=["vit_small_patch16_224"], batch_size=2, smoke=True, worker=tmp_path)
+    rows = []
+    for copies in (big.COPIES, 10**9):
+        monkeypatch.setattr(big, "COPIES", copies)
+        assert big.work(options) == 0
+        rows.append({"model": "vit_small", "ranks": 1} | json.loads((tmp_path / "0.json").read_text()))
+        rows[-1]["peak_gib"] = {part: [peak] for part, peak in rows[-1]["peak_gib"].items()}
+    assert 0.8 < rows[0]["checkpoint_bytes"] / (4 * 5 * rows[0]["parameters"]) < 1.1, "as many copies as are said"
+    assert [list(row["peak_gib"])[2:] for row in rows] == [["step", "checkpoint"], ["step"]]
+    saved, lacking = (row["more"] for row in big.conclusions({"batch_size": 2, "rows": rows})["findings"])
+    assert "until training goes on" in saved and "no checkpoint: its copy takes" in lacking
 
 
 def test_soak_survives_bad_files_and_probes_them_once(tmp_path):

@@ -54,6 +54,7 @@ def test_a_step_moves_both_networks():
     given = groups(training)
     assert len(given) == 4 and given[0][0].shape == (2, 4, training.keep, 192)
     assert not Training(dataclasses.replace(CONFIG, fsdp=True), CPU).flat.sharded  # one rank has nobody to share with
+    assert not training.key_flat.gradient.numel()  # of what nothing trains there is none
     before = {name: value.clone() for name, value in training.network.named_parameters()}
     (loss, similarity, spread), finite = training.step(*given[0], 0.5)
     assert loss > 0 and -1 <= similarity <= 1 and 0 < spread < 1 and finite
