@@ -15,7 +15,7 @@ lint: .venv/installed
 
 .venv/installed: setup.cfg pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --editable '.[test,bench,coco]'
+	$(BIN)/python -m pip install --quiet --editable '.[test,bench,coco,parquet]'
 	touch $@
 
 .PHONY: demo test lint

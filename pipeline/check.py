@@ -35,7 +35,9 @@ def main(arguments: list[str]) -> int:
     about, _, more = __doc__.partition("\n\n")
     how = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("pipeline.check", description=about, epilog=more, formatter_class=how)
-    parser.add_argument("data", type=_path, help="a folder of images, a list of paths and labels, or tar shards")
+    parser.add_argument(
+        "data", type=_path, help="a folder of images, a list of paths and labels, tar shards or Parquet files"
+    )
     parser.add_argument("--output", type=_path, metavar="RUN", help="output folder of the run that is to know of it")
     parser.add_argument("--index-cache", type=_path, metavar="FOLDER", help="as of train.py")
     parser.add_argument("--json", type=_path, metavar="FILE", help="write the report to a file, all of it")

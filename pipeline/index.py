@@ -13,9 +13,10 @@ import numpy as np
 
 from pipeline import cache as caches
 from pipeline import sources, waiting
-from pipeline.headers import MAY_PASS, printable
+from pipeline.headers import printable
 from pipeline.paths import Paths, matched
 from pipeline.scan import read, read_headers, version
+from pipeline.shards import ShardReader
 
 __all__ = ["Index", "printable", "read_headers"]
 
@@ -39,7 +40,8 @@ class Index:
     sizes: np.ndarray  # int32 [n,2] height and width, pixels, after the EXIF rotation
     classes: tuple[str, ...]  # the sorted names of the class folders or labels; () where there are none
     rejected: dict[str, str]  # path -> why it is not in the index
-    shards: tuple[str, ...] = ()  # the tar files, relative to root; () where every image is a file of its own
+    # The tar files, relative to root, or absolute where they were unpacked; () where every image is a file of its own.
+    shards: tuple[str, ...] = ()
     places: np.ndarray | None = None  # integers [n,3] position in shards, offset, bytes; None likewise
     stored: Path | None = None  # the file whose pages the arrays are
     reader: ClassVar[str] = "nvidia.dali"  # the package that decodes the images
@@ -78,7 +80,8 @@ class Index:
 
     def unlabelled(self) -> dict[int, str]:
         """{sample: reason} of the images without a class."""
-        reason = "has no class" + (" (.cls, or label or cls of .json; no other member is read)" if self.shards else "")
+        hint = " (.cls, or label or cls of .json; no other member is read)"
+        reason = "has no class" + (hint if self.shards and not self._unpacked else "")
         return dict.fromkeys(np.flatnonzero(self.labels < 0).tolist(), reason)
 
     def left_out(self, bad: dict[int, str]) -> dict[str, str]:
@@ -93,9 +96,20 @@ class Index:
         position = {name: number for number, name in enumerate(classes)}
         return np.array([position[name] for name in self.classes], np.int64)
 
-    def open(self) -> sources.ShardReader | None:
-        """What reads the images out of shards; None where every image is a file of its own."""
-        return sources.ShardReader(self.root, self.shards, self.places) if self.shards else None
+    @property
+    def _unpacked(self):
+        """Whether the shards are no files of the user's."""
+        return bool(self.shards) and self.shards[0].startswith("/")
+
+    def open(self) -> ShardReader | None:
+        """What reads the images out of shards; None where every image is a file of its own. OSError where there are no
+        unpacked ones."""
+        if self._unpacked and not all(map(os.path.exists, self.shards)):
+            raise OSError(
+                f"{os.path.dirname(self.shards[0])} lacks what the Parquet files of {self.root} were unpacked into; "
+                "expected a start without --trust-index, or on several nodes --index-cache FOLDER that all of them see"
+            )
+        return ShardReader(self.root, self.shards, self.places) if self.shards else None
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -181,26 +195,27 @@ class Index:
     @classmethod
     def scan(
         cls, root, cache: Path | None = None, *, trust: bool = False,
-        progress: Callable[[int, int], None] | None = None,
+        progress: Callable[..., None] | None = None,
     ) -> "Index":  # fmt: skip
         """Index what ``root`` names:
 
         - a folder of class folders (nesting inside a class is allowed) or a flat folder of images. Images that lie
           beside class folders get label -1. Hidden files and folders are passed over, links followed; the content
           decides what is an image, and a file that only its suffix calls one is listed in ``rejected``;
-        - a folder of tar shards, one .tar, or a pattern such as ``shard-{000..123}.tar``: see ``sources.Shards``;
+        - a folder of tar shards, one .tar, or a pattern such as ``shard-{000..123}.tar``: see ``shards.Shards``;
+        - the same of Parquet files, which are unpacked into ``cache`` (default: the user's): see ``parquet``;
         - a list (.txt .tsv .lst .list), one path and label a line: see ``sources.TextList``.
 
         ``cache`` names a folder that keeps the result until a name, size or time of change below root differs (of a
         list: its text too), which is looked at each time unless it is to be trusted; and what is known while the scan
-        goes on. ``progress`` is told how many files of all are read.
+        goes on. ``progress`` is told how many files of all are read, and with the word for it, of rows, unpacked.
         What cannot be read for a reason that may pass is waited for, and ends the scan where that is too long.
         Raises OSError if root cannot be listed, ValueError if it holds no usable image.
         """
         known = caches.Cache(cache, str(root)) if cache else None
         if trust and known and (last := known.last()) and (index := cls.kept(known.file(last[0]), Path(last[1]))):
             return index
-        source = _found(root)
+        source = waiting.patiently(lambda: sources.find(root, cache, progress), str(root))
         if known is None:
             index = _build(source, None, progress)
         else:
@@ -219,24 +234,10 @@ class Index:
             listed = ""
             for path, reason in list(index.rejected.items())[:1]:
                 listed = f" ({len(index.rejected)} files rejected, first: {printable(path)}: {reason})"
-            expected = "expected JPEG, PNG, BMP, WebP or TIFF files, flat or in class folders, in tar shards or a list"
+            kinds = "flat or in class folders, in tar shards, Parquet files or a list"
+            expected = f"expected JPEG, PNG, BMP, WebP or TIFF files, {kinds}"
             raise ValueError(f"no usable image in {Path(root).expanduser().absolute()}{listed}; {expected}")
         return index
-
-
-def _found(root):
-    """The source that ``root`` names; what cannot be listed for a reason that may pass is waited for."""
-    outage = waiting.Outage()
-    while True:
-        try:
-            source = sources.find(root)
-        except OSError as error:
-            if error.errno not in MAY_PASS:
-                raise
-            outage.wait(printable(os.fsdecode(error.filename or str(root))), error.strerror)
-        else:
-            outage.over()
-            return source
 
 
 def _opened(path, root):

@@ -73,19 +73,19 @@ def read(
 
 
 @contextlib.contextmanager
-def shown(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A ``progress`` of ``read`` on stderr: a bar on a terminal, elsewhere a line now and then."""
+def shown(what: str) -> Iterator[Callable[..., None]]:
+    """A ``progress`` of ``Index.scan`` on stderr: a bar on a terminal, elsewhere a line now and then."""
     console, said = Console(stderr=True), time.monotonic()
-    columns = TextColumn(f"reading headers of {what}", markup=False), BarColumn(32), MofNCompleteColumn()
+    columns = TextColumn("{task.description}", markup=False), BarColumn(32), MofNCompleteColumn()
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None, visible=False)
 
-        def progress(done, total):
+        def progress(done, total, doing="reading headers"):
             nonlocal said
-            bar.update(task, completed=done, total=total, visible=True)
+            bar.update(task, description=f"{what}: {doing}", completed=done, total=total, visible=True)
             if bar.disable and time.monotonic() > said + _SAID:
                 said = time.monotonic()
-                print(f"{what}: headers of {done:,} of {total:,} files are read", file=sys.stderr, flush=True)
+                print(f"{what}: {doing}, {done:,} of {total:,}", file=sys.stderr, flush=True)
 
         yield progress
 

@@ -1,17 +1,14 @@
-"""What an index is made from: a folder of images, a text list, or tar shards.
+"""What an index is made from: a folder of images, a text list, tar shards, or Parquet files.
 
 A source has a ``root``, which its paths are relative to; a ``state()``, pieces of bytes that differ whenever its images
 may; the order of its classes as a sort key; and ``rows(read)``, which yields for every image, good or bad, its path,
 the name of its class or None, [height, width] or the reason why it is left out, and its place or None. ``read(root,
-paths, stamps, images)`` is ``scan.read``. Images that are no files
-of their own have a place: three integers, the first the number of the shard in ``shards``, for the reader that
-``Index.open`` returns. Another container, say Parquet, is one more such class, its reader, and a line in ``find``.
+paths, stamps, images)`` is ``scan.read``. Images that are no files of their own have a place: three integers, the first
+the number of the shard in ``shards``, for the reader that ``Index.open`` returns.
 """
 
-import concurrent.futures
-import contextlib
-import errno
-import functools
+import glob
+import itertools
 import json
 import os
 import re
@@ -20,43 +17,48 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.headers import MAY_PASS, UNPACK, checked, named_as_image, printable
+from pipeline.headers import UNPACK, checked, named_as_image, printable
 from pipeline.paths import Paths
+from pipeline.shards import Shards, Unpacked, natural, stated
 from pipeline.walk import statuses, walk
 
 _LISTS = (".txt", ".tsv", ".lst", ".list")
 _PACKED = re.compile(r".*\.(tar\.\w+|tgz|tbz2?|txz|tzst)", re.IGNORECASE | re.DOTALL)
-_PACKED_ENDS = b".tar", b".tgz\0", b".tbz", b".txz\0", b".tzst\0"  # of some name, where one may be a tar, packed or not
+# Of some name, where one may be a tar, packed or not.
+_PACKED_ENDS = b".tar", b".tgz\0", b".tbz", b".txz\0", b".tzst\0"
+_KINDS = ".tar", ".parquet"
+# In a name: the part of a data set that a file belongs to.
+_SPLIT = re.compile(r"(?<![^/._-])(train|validation|valid|val|dev|test)(?![^/._-])", re.IGNORECASE)
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
-_WANTED = "expected a folder of images, or of class folders with images, or tar shards, or a list"
+_WANTED = "expected a folder of images, or of class folders with images, or tar shards, Parquet files, or a list"
 _SCHEME = re.compile("([a-zA-Z][a-zA-Z0-9+.-]+):/+")  # a Path has lost one slash
 _HUB = "hf download --repo-type dataset {} --local-dir FOLDER"
 _REMOTE_TAR = "tar shards are not read from S3; expected the shards on a local disk, or a list of single images on S3"
 _LATER = -1  # in the place of a time: of a file that was not asked yet
-_OPEN = 256  # shards kept open; many systems allow a process 1,024 files
-# Threads that read. 110 kB at random from a virtual disk, nothing in memory: 4,100/s by one, 8,200 by 4, 10,600 by 8,
-# 9,100 by 16. In memory 18,600 by one, 17,000 by 8.
-_READERS = 8
 
 
-def find(root):
-    """The source that ``root`` names; ValueError or OSError in one line if there is none."""
+def find(root, folder=None, progress=None):
+    """The source that ``root`` names; ValueError or OSError in one line if there is none. ``folder``, of indices, and
+    ``progress``: for ``Unpacked``."""
     given, root = str(root), Path(root).expanduser()
     name = root.name.lower()
     if not root.exists():
         if scheme := _SCHEME.match(given):
             raise ValueError(_remote(scheme[1].lower(), given[scheme.end() :]))
-        if _RANGE.search(given):
-            return _pattern(str(root))
-        kind = "file" if name.endswith((".tar", *_LISTS)) else "folder"
+        if _RANGE.search(given) or "*" in given:
+            where, names = _pattern(str(root))
+            found = [stated(where, name) for name in names]
+            return Shards(where, found) if _kind(names[0]) == ".tar" else Unpacked(where, found, {}, folder, progress)
+        kind = "file" if name.endswith((*_KINDS, *_LISTS)) else "folder"
         hint = f"; a data set is not found by its name: {_HUB.format(given)} fetches it" if _is_name(given) else ""
         raise FileNotFoundError(f"no {kind} {root.resolve()}: {_WANTED}{hint}")
     if root.is_dir():
-        return _folder(root.resolve())
+        return _folder(root.resolve(), folder, progress)
     if _PACKED.fullmatch(name):
         raise ValueError(f"{root} is compressed: {UNPACK}")
-    if root.is_file() and name.endswith(".tar"):
-        return Shards(root.parent.resolve(), [_stated(root.parent, root.name)])
+    if root.is_file() and name.endswith(_KINDS):
+        where, found = root.parent.resolve(), [stated(root.parent, root.name)]
+        return Shards(where, found) if _kind(name) == ".tar" else Unpacked(where, found, {}, folder, progress)
     if root.is_file() and name.endswith(_LISTS):
         return TextList(root)
     raise NotADirectoryError(f"{root.resolve()} is a file: {_WANTED} ({' '.join(_LISTS)})")
@@ -86,11 +88,6 @@ def _is_name(given):
     return bool(owner) and not (owner[1] and os.path.isdir(owner[1]))
 
 
-def natural(name):
-    """Sort key of class names: numbers by value, before all others."""
-    return (0, int(name), name) if re.fullmatch(r"-?[0-9]{1,18}", name) else (1, 0, name)
-
-
 # ---- A folder
 
 
@@ -118,27 +115,41 @@ class Folder:
         return path.split("/", 1)[0] if "/" in path else None
 
 
-def _folder(root):
-    """A folder as images or, if that is what it holds, as shards."""
-    found = walk(str(root), named_as_image)
+def _folder(root, folder, progress):
+    """A folder as images or, if that is what it holds, as shards or Parquet files."""
+    found = walk(str(root), lambda path: named_as_image(path) or _kind(path) in _KINDS)
     names = found.names.lower()
-    if b".t" not in names or not any(
-        end in names for end in _PACKED_ENDS
-    ):  # the first alone: half the time of all five
+    # The first of each: two thirds of the time of all.
+    if b".parquet\0" not in names and (b".t" not in names or not any(end in names for end in _PACKED_ENDS)):
         return Folder(root, found)
     paths = list(Paths.joined(found.names))
-    tars = [i for i, path in enumerate(paths) if path.lower().endswith(".tar")]
-    packed = [path for path in paths if _PACKED.fullmatch(path)]
+    there = {kind: [i for i, path in enumerate(paths) if _kind(path) == kind] for kind in _KINDS}
     images = sum(map(named_as_image, paths))
-    if tars and images:
+    counts = {
+        "tar files": len(there[".tar"]),
+        "Parquet files": len(there[".parquet"]),
+        "images outside of them": images,
+    }
+    counts = [f"{count} {what}" for what, count in counts.items() if count]
+    if any(there.values()) and len(counts) > 1:
         raise ValueError(
-            f"{root} holds {len(tars)} tar files and {images} images outside of them; expected one or the other: "
-            "move either to another folder"
+            f"{root} holds {' and '.join(counts)}; expected one or the other: move either to another folder"
         )
-    if packed and not images:
+    packed = [path for path in paths if _PACKED.fullmatch(path)]
+    if packed and not images and not there[".parquet"]:
         raise ValueError(f"{root} holds {len(packed)} compressed files, first: {printable(packed[0])}; {UNPACK}")
-    shards = [[paths[i], *found.stamps[i].tolist()] for i in tars]
-    return Shards(root, shards, found.unreadable) if tars else Folder(root, found)
+    shards, tables = ([[paths[i], *found.stamps[i].tolist()] for i in numbers] for numbers in there.values())
+    if tables:
+        splits = {split[1].lower(): (path, split.end()) for path, *_ in tables for split in _SPLIT.finditer(path)}
+        if len(splits) > 1:
+            path, end = splits.get("train") or next(iter(splits.values()))
+            pattern = printable(f"{root}/{path[:end]}{'/' * (path[end] == '/')}*.parquet")
+            raise ValueError(
+                f"{root} holds Parquet files of {' and '.join(sorted(splits))}; expected one of these parts of a data "
+                f"set, by a pattern such as '{pattern}'"
+            )
+        return Unpacked(root, tables, found.unreadable, folder, progress)
+    return Shards(root, shards, found.unreadable) if shards else Folder(root, found)
 
 
 # ---- A text list
@@ -169,7 +180,7 @@ class TextList:
                     continue
                 raise ValueError(f"{path} line {number}: {error}") from None
             if parsed and comment and parsed[3] is not None:
-                parsed = _stated(self.root, *parsed[:2])
+                parsed = stated(self.root, *parsed[:2])
             if parsed and not (comment and parsed[3] is None):
                 self.lines.append(parsed)
         self._look([line for line in self.lines if line[3] == _LATER])
@@ -182,7 +193,7 @@ class TextList:
         finally:
             os.close(folder)
         for line, kind, stamp in zip(lines, kinds.tolist(), stamps.tolist(), strict=True):
-            line[2:] = stamp if kind == stat.S_IFREG else _stated(self.root, *line[:2])[2:]
+            line[2:] = stamp if kind == stat.S_IFREG else stated(self.root, *line[:2])[2:]
 
     def state(self):
         return (json.dumps(self.lines).encode(),)
@@ -223,53 +234,15 @@ class TextList:
             yield path, label, size if time is None else next(results), None
 
 
-def _stated(root, path, *label):
-    """[path, *label, bytes, mtime in ns] of a file, or [path, *label, reason, None]."""
-    try:
-        status = os.stat(os.path.join(root, path))
-    except OSError as error:
-        if error.errno in MAY_PASS:
-            raise
-        return [path, *label, error.strerror, None]
-    if not stat.S_ISREG(status.st_mode):
-        return [path, *label, "not a regular file", None]
-    return [path, *label, status.st_size, status.st_mtime_ns]
+# ---- Shards and Parquet files by pattern
 
 
-# ---- Tar shards
-
-
-class Shards:
-    """Tar files as WebDataset writes them.
-
-    Members that share a key, the name up to the first dot of its last part, are a sample. Its image is the member with
-    an image extension; its label, if it has one, the text in ``.cls`` or the value of "label" or "cls" in ``.json``.
-    Samples are sorted by key, within shards sorted by name. Training reads them in random order: from a network file
-    system that is slow, so copy the shards to a local disk.
-    """
-
-    order = staticmethod(natural)
-
-    def __init__(self, root, found, unreadable=None):
-        self.root, self.found, self.unreadable = root, found, unreadable or {}
-        self.shards = [path for path, *_ in found]
-
-    def state(self):
-        return (json.dumps(["tar", self.found, self.unreadable]).encode(),)
-
-    def rows(self, read):
-        states = np.array([(size, time) if time else (-1, -1) for _, size, time in self.found], np.int64)
-        images = int(states[:, 0].clip(0).sum()) // 20_000  # as if small ones
-        for number, rows in enumerate(read(self.root, self.shards, states, images)):
-            for member, label, result, *place in rows:
-                name = self.shards[number] + (f"!{member}" if member else "")
-                yield name, label, result, (number, *place)
-        for path, reason in self.unreadable.items():
-            yield path, None, reason, None
+def _kind(name):
+    return os.path.splitext(name)[1].lower()
 
 
 def _pattern(pattern):
-    """Shards named by numbers in braces: a-{000..123}.tar."""
+    """(folder, names in it) of shards or Parquet files that numbers in braces name, a-{000..123}.tar, or a *."""
     paths = [pattern]
     while brace := _RANGE.search(paths[0]):
         first, last = brace.groups()
@@ -277,7 +250,10 @@ def _pattern(pattern):
             raise ValueError(f"{pattern}: {brace[0]} does not count up, or beyond 100,000; expected {{FIRST..LAST}}")
         numbers = [f"{n:0{len(first)}}" for n in range(int(first), int(last) + 1)]
         paths = [path.replace(brace[0], number, 1) for path in paths for number in numbers]
-    folder = os.path.dirname(pattern[: _RANGE.search(pattern).start()])
+    if "*" in pattern:
+        every = (glob.glob(re.sub(r"([?[])", r"[\1]", path)) or [path] for path in paths)
+        paths = list(itertools.chain.from_iterable(every))
+    folder = os.path.dirname(re.split(r"\{\d|\*", pattern)[0])
     names = sorted(path[len(folder) :].lstrip("/") for path in paths)
     root = Path(folder).resolve()
     missing = [name for name in names if not (root / name).is_file()]
@@ -285,55 +261,7 @@ def _pattern(pattern):
         raise FileNotFoundError(
             f"{pattern}: {len(missing)} of {len(names)} files are missing, first: {missing[0]}; expected all of them"
         )
-    if not names[0].lower().endswith(".tar"):
-        raise ValueError(f"{pattern}: {UNPACK if _PACKED.fullmatch(names[0]) else 'expected a pattern of .tar files'}")
-    return Shards(root, [_stated(root, name) for name in names])
-
-
-class _Descriptor(int):
-    """A file descriptor that is closed when the last one who uses it, in whatever thread, lets go of it."""
-
-    def __del__(self):
-        os.close(self)
-
-
-class ShardReader:
-    """Encoded images out of shards by offset; ``with`` closes it."""
-
-    def __init__(self, root, shards, places):
-        def open_shard(number):
-            return _Descriptor(os.open(os.path.join(root, shards[number]), os.O_RDONLY | os.O_CLOEXEC))
-
-        self._places, self._open = places, functools.lru_cache(_OPEN)(open_shard)
-        self._pool = concurrent.futures.ThreadPoolExecutor(_READERS)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self._pool.shutdown()
-        self._open.cache_clear()
-
-    def read(self, sample: int) -> np.ndarray:
-        """The file of an image, uint8 [bytes]; OSError where it cannot be read whole."""
-        shard, offset, length = self._places[sample].tolist()
-        try:
-            data = os.pread(self._open(shard), length, offset)
-        except OSError:
-            self._open.cache_clear()  # it may be the descriptor that is stale
-            raise
-        if len(data) < length:
-            raise OSError(errno.ENODATA, "the shard ends before the image does")
-        return np.frombuffer(data, np.uint8)
-
-    def batch(self, samples: list[int]) -> list[np.ndarray]:
-        """The files of several; what cannot be read becomes one byte, which will not decode."""
-        files = [np.zeros(1, np.uint8)] * len(samples)
-
-        def read(first):
-            for i in range(first, len(samples), _READERS):
-                with contextlib.suppress(OSError):
-                    files[i] = self.read(samples[i])
-
-        list(self._pool.map(read, range(_READERS)))
-        return files
+    if _kind(names[0]) not in _KINDS or len(set(map(_kind, names))) > 1:
+        why = UNPACK if _PACKED.fullmatch(names[0]) else "expected a pattern of .tar, or of .parquet, files"
+        raise ValueError(f"{pattern}: {why}")
+    return root, names

@@ -1,8 +1,12 @@
 """Waiting for files that cannot be reached now: said, with longer and longer pauses, within a limit."""
 
+import os
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
+
+from pipeline.headers import MAY_PASS, printable
 
 # Seconds that one batch, or a scan, may wait. The other ranks wait with it, for a batch in a collective, which has a
 # limit (run.ranks): by then, this rank has to have said why.
@@ -56,3 +60,19 @@ class Outage:
     @staticmethod
     def _say(line):
         print(line, file=sys.stderr, flush=True)
+
+
+def patiently(work: Callable[[], Any], what: str) -> Any:
+    """The result of ``work``, which is done again as long as something cannot be read for a reason that may pass:
+    ``what``, unless the error names a file. OSError where that takes too long."""
+    outage = Outage()
+    while True:
+        try:
+            result = work()
+        except OSError as error:
+            if error.errno not in MAY_PASS:
+                raise
+            outage.wait(printable(os.fsdecode(error.filename or what)), error.strerror)
+        else:
+            outage.over()
+            return result

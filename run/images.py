@@ -46,8 +46,8 @@ def open_data(
         if labelled:
             if not index.classes:
                 raise ValueError(
-                    f"--data {training} has no labels; expected images in class folders, a labelled list, or .cls or "
-                    ".json in shards"
+                    f"--data {training} has no labels; expected images in class folders, a labelled list, .cls or "
+                    ".json in shards, or a column label of Parquet files"
                 )
             bad = index.unlabelled() | bad
         check_share(config, f"--data {training}", index, bad)

@@ -76,13 +76,13 @@ class ImagesConfig(RunConfig):
     """What pretraining and fine-tuning, which read images by DALI, have in common beside that."""
 
     data: Path | None = None
-    """Training images: a folder (one subfolder a class, or flat), a list of paths and labels, or tar shards. Default: a
-    generated dataset."""
+    """Training images: a folder (one subfolder a class, or flat), a list of paths and labels, tar shards, or Parquet
+    files. Default: a generated dataset."""
     eval_data: Path | None = None
     """Labelled images with the same classes, to measure accuracy on."""
     index_cache: Path | None = None
-    """Folder that keeps what scans found, for all runs on the same data. Default: $XDG_CACHE_HOME/aps, or
-    ~/.cache/aps."""
+    """Folder that keeps what scans found, and Parquet files unpacked, for all runs on the same data. Default:
+    $XDG_CACHE_HOME/aps, or ~/.cache/aps."""
     trust_index: bool = False
     """Take what the last scan found, if there was one, without looking at the files: images that were added, removed
     or changed since are not noticed."""

@@ -396,7 +396,7 @@ def test_shards_give_the_batches_of_the_folder(photos, shards, monkeypatch):
     pairs = [evaluation_batches(i, samples, **how) for i in (folder, index)]
     for expected, got in zip(*pairs, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
-    monkeypatch.setattr("pipeline.sources._OPEN", 1)  # shards are closed while other threads read
+    monkeypatch.setattr("pipeline.shards._OPEN", 1)  # shards are closed while other threads read
     assert_same_batches(folder, index)
     assert len(os.listdir("/proc/self/fd")) <= before, "every descriptor is closed"
 
