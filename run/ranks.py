@@ -4,10 +4,14 @@ import datetime
 import itertools
 import os
 import pickle
+import re
+import shutil
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +21,8 @@ import torch.distributed.nn  # imported once there is a group, it would hold it 
 # How long a collective may wait for a rank. The longest waits known: for a batch that cannot be read (480 s, see
 # pipeline.waiting), and for a checkpoint that a slow disk takes. What takes longer waits elsewhere: ``Ranks.meet``.
 _LIMIT = datetime.timedelta(minutes=30)
+_DRIVER = Path("/proc/driver/nvidia/version")
+_OLDEST = {"12": 525, "13": 580}  # driver for a CUDA (docs.nvidia.com/deploy/cuda-compatibility, minor versions)
 _PAUSES = 0.01, 1  # seconds: the first pause between two looks at the store, which doubles up to the last
 
 
@@ -34,15 +40,16 @@ class Ranks:
     def join(cls, device: str) -> "Ranks":
         """Meets the other ranks (if torchrun started any) over NCCL on GPUs, gloo on CPUs.
 
-        ``device``: auto, cpu or cuda. Raises ValueError where no GPU is to be had for cuda.
+        ``device``: auto, cpu or cuda. Raises ValueError where no GPU is to be had for cuda; for auto it is said where a
+        machine has one that torch cannot use.
         """
         rank, count, local_rank, local_count = (
             int(os.environ.get(name, default))
             for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
         )
-        gpus = torch.cuda.device_count()
+        gpus, why = _gpus() if device != "cpu" else (0, "")
         if device == "cuda" and gpus == 0:
-            raise ValueError("--device cuda: torch sees no GPU here; expected one, or --device cpu")
+            raise ValueError(f"--device cuda: {why or 'torch sees no GPU here'}; expected one, or --device cpu")
         if device != "cpu" and gpus:
             if local_count > gpus:
                 raise ValueError(
@@ -52,6 +59,8 @@ class Ranks:
             torch.cuda.set_device(place)
         else:
             place = torch.device("cpu")
+            if why and rank == 0:
+                print(f"on the CPU, not on a GPU: {why}", flush=True)
         if count > 1:
             how: dict[str, Any] = {"timeout": _LIMIT} | ({"device_id": place} if place.type == "cuda" else {})
             if count == local_count:
@@ -156,3 +165,28 @@ class Ranks:
         decode (H100: 15,350 images/s by 6 threads, 14,840 by 16)."""
         share = len(os.sched_getaffinity(0)) // self.local_count
         return asked or max(1, min(8, share - 2) if self.device.type == "cuda" else share)
+
+
+def _gpus() -> tuple[int, str]:
+    """How many GPUs torch can use and, if none although a driver is here and nothing hides them, why."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of several lines
+        # The count alone is NVML's, which an old driver answers as well.
+        if torch.cuda.is_available():
+            return torch.cuda.device_count(), ""
+        there = _DRIVER.exists() or shutil.which("nvidia-smi")
+        if not there or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+            return 0, ""
+        cuda = torch.version.cuda
+        if cuda is None:
+            return 0, f"torch {torch.__version__} is built without CUDA"
+        driver = re.search(r"\b(\d{3,})\.\d+\S*", _DRIVER.read_text()) if _DRIVER.exists() else None
+        oldest = _OLDEST.get(cuda.partition(".")[0], 0)
+        if driver and int(driver[1]) < oldest:
+            needs = f"CUDA {cuda}, for which torch is built, needs driver {oldest} or newer"
+            return 0, f"{needs}, and this is {driver[0]}; docs/install.md names the packages for older ones"
+        try:
+            torch.cuda.init()
+        except RuntimeError as error:
+            return 0, f"NVIDIA's driver is here, but torch says: {str(error).splitlines()[0].partition('. ')[0]}"
+        return 0, "NVIDIA's driver is here, but torch sees no GPU"

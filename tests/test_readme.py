@@ -128,6 +128,13 @@ def test_links_lead_somewhere():
     assert names and all(timm.list_pretrained(f"{name}.*") for name in names)
 
 
+def test_the_packages_for_cuda_12_are_those_for_cuda_13():
+    required = re.search(r"install_requires =\n((?:    .*\n)+)", (ROOT / "setup.cfg").read_text())[1].split()
+    given = " ".join(re.findall(r"pip install ('.*)", PAGES[ROOT / "docs/install.md"]))
+    given = re.sub(r",<\S+|torchvision|--index-url \S+|'", "", given).replace("cuda120", "cuda130")
+    assert sorted(given.split()) == sorted(required)
+
+
 def test_the_file_map_is_complete():
     """Each folder of the product has a row that names each of its modules, and no other."""
     table = PAGES[ROOT / "docs/files.md"]

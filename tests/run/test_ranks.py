@@ -1,10 +1,16 @@
 import os
+import re
 
 import pytest
 import torch
 from conftest import on_ranks
 
 from run.ranks import Ranks
+
+
+def see(monkeypatch, cards):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cards > 0)
 
 
 def test_ranks_share_machines_and_cards(monkeypatch):
@@ -15,16 +21,57 @@ def test_ranks_share_machines_and_cards(monkeypatch):
     assert Ranks(0, 8, 3, torch.device("cuda")).threads(16) == 16
     assert not Ranks(1, 2, 1, torch.device("cpu")).first
     for cards, wanted, local, place in ((0, "auto", 1, "cpu"), (2, "cpu", 4, "cpu"), (2, "auto", 2, "cuda:1")):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda cards=cards: cards)
+        see(monkeypatch, cards)
         monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
         monkeypatch.setenv("LOCAL_RANK", str(min(1, local - 1)))
         ranks = Ranks.join(wanted)
         assert (str(ranks.device), ranks.rank, ranks.count, ranks.local_count) == (place, 0, 1, local)
     for cards, wanted, said in ((0, "cuda", "sees no GPU"), (1, "auto", "2 ranks on a machine with 1 GPUs")):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda cards=cards: cards)
+        see(monkeypatch, cards)
         with pytest.raises(ValueError, match=said):
             Ranks.join(wanted)
+
+
+OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder)"
+CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023"
+GPUS = [
+    ({}, None, "13.0", None),
+    (
+        {},
+        CLOSED,
+        "13.0",
+        "CUDA 13.0, for which torch is built, needs driver 580 or newer, and this is 535.129.03; docs/in",
+    ),
+    ({}, CLOSED, "12.6", "NVIDIA's driver is here, but torch says: No CUDA GPUs are available"),
+    ({}, OPEN, "13.0", "NVIDIA's driver is here, but torch says: No CUDA GPUs are available"),
+    ({}, OPEN, None, f"torch {torch.__version__} is built without CUDA"),
+    ({"CUDA_VISIBLE_DEVICES": ""}, CLOSED, "13.0", None),
+]
+
+
+@pytest.mark.parametrize("environment, driver, cuda, why", GPUS)
+def test_a_gpu_that_torch_cannot_use_is_said(tmp_path, monkeypatch, capsys, environment, driver, cuda, why):
+    def init():
+        raise RuntimeError("No CUDA GPUs are available. And\nmore")
+
+    see(monkeypatch, 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)  # NVML's count
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("run.ranks._DRIVER", tmp_path / "version")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if driver:
+        (tmp_path / "version").write_text(f"{driver}\nGCC version:  gcc version 12.3.0\n")
+    assert Ranks.join("auto").device.type == "cpu"
+    said = capsys.readouterr().out
+    assert said.startswith(f"on the CPU, not on a GPU: {why}") and said.count("\n") == 1 if why else not said
+    with pytest.raises(ValueError, match=re.escape(f"--device cuda: {why or 'torch sees no GPU here; expected one'}")):
+        Ranks.join("cuda")
+    assert Ranks.join("cpu").device.type == "cpu" and not capsys.readouterr().out
 
 
 def test_two_ranks_agree(tmp_path):
