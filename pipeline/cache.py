@@ -89,10 +89,8 @@ class Cache:
     """What is known of one root in a folder of indices."""
 
     def __init__(self, folder: Path, root: str):
-        self.folder = Path(folder).expanduser().absolute()
-        self._name = (
-            self.folder / hashlib.sha256(os.fsencode(os.path.abspath(os.path.expanduser(root)))).hexdigest()[:32]
-        )
+        self.folder = Path(folder).absolute()
+        self._name = self.folder / hashlib.sha256(os.fsencode(os.path.abspath(root))).hexdigest()[:32]
 
     def file(self, signature: str) -> Path:
         """Of the index with this signature; to be used, so that it counts as one that is."""

@@ -24,6 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from pipeline import cache, known, memory, scan, trial
 from pipeline.headers import printable
 from pipeline.index import Index
+from pipeline.paths import expanded
 
 _FILES, _PIXELS = 16, 40_000_000  # of a batch: 120 MB of pixels in each process, or one image
 _QUANTILES = {"min": 0, "5 %": 0.05, "median": 0.5, "95 %": 0.95, "max": 1}
@@ -66,7 +67,10 @@ def main(arguments: list[str]) -> int:
 def _path(text):
     if not text:  # of a variable that is not set
         raise argparse.ArgumentTypeError("expected a name, got nothing")
-    return Path(text)
+    try:
+        return expanded(Path(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 class Found:

@@ -131,13 +131,17 @@ def parse(file):
     if not file.length:
         raise ValueError("empty file")
     start = file.at(0, min(12, file.length))
-    for magic, read in _READERS:
+    for magic, name, read in _FORMATS:
         if magic.match(start):
+            if read is None:
+                raise ValueError(f"format {name} is not supported by the decoder")
             return read(file)
-    for magic, name in _DECLINED:
-        if re.match(magic, start, re.DOTALL):
-            raise ValueError(f"format {name} is not supported by the decoder")
     raise ValueError("not an image")
+
+
+def named(start):
+    """The format of what starts with these 12 bytes."""
+    return next((name for magic, name, _ in _FORMATS if magic.match(start)), "other")
 
 
 def _orientation(block, fault=None):
@@ -426,23 +430,25 @@ def _pnm(file):
     return height, width, 1
 
 
-_READERS = (
-    (re.compile(rb"\xff\xd8"), _jpeg),
-    (re.compile(rb"\x89PNG\r\n\x1a\n"), _png),
-    (re.compile(rb"RIFF....WEBP", re.DOTALL), _webp),
-    (re.compile(rb"II[*+]\0|MM\0[*+]"), _tiff),
-    (re.compile(rb"BM"), _bmp),
-    (re.compile(rb"P[456]\s"), _pnm),
-)
-_DECLINED = (
-    (rb"GIF8", "GIF"),
-    (rb"\0\0\0\x0cjP  |\xff\x4f\xff\x51", "JPEG2000"),
-    (rb"....ftypavi", "AVIF"),
-    (rb"....ftyp(hei|hev|mif)", "HEIF"),
-    (rb"\xff\x0a|\0\0\0\x0cJXL ", "JPEG XL"),
-    (rb"P[123]\s", "PNM as text"),
-    (rb"P7\s", "PAM"),
-    (rb"P[Ff]\s", "PFM"),
-    (rb"8BPS", "PSD"),
-    (rb"\x1f\x8b|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd|PK", "of compressed files"),
-)
+COMPRESSED = rb"\x1f\x8b|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd"  # gzip, bzip2, xz, zstd
+_FORMATS = [
+    (re.compile(magic, re.DOTALL), name, read)
+    for magic, name, read in (
+        (rb"\xff\xd8", "JPEG", _jpeg),
+        (rb"\x89PNG\r\n\x1a\n", "PNG", _png),
+        (rb"RIFF....WEBP", "WebP", _webp),
+        (rb"II[*+]\0|MM\0[*+]", "TIFF", _tiff),
+        (rb"BM", "BMP", _bmp),
+        (rb"P[456]\s", "PNM", _pnm),
+        (rb"GIF8", "GIF", None),
+        (rb"\0\0\0\x0cjP  |\xff\x4f\xff\x51", "JPEG2000", None),
+        (rb"....ftypavi", "AVIF", None),
+        (rb"....ftyp(hei|hev|mif)", "HEIF", None),
+        (rb"\xff\x0a|\0\0\0\x0cJXL ", "JPEG XL", None),
+        (rb"P[123]\s", "PNM as text", None),
+        (rb"P7\s", "PAM", None),
+        (rb"P[Ff]\s", "PFM", None),
+        (rb"8BPS", "PSD", None),
+        (COMPRESSED + b"|PK", "of compressed files", None),
+    )
+]

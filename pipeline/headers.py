@@ -32,7 +32,6 @@ _SUFFIXES = re.compile(
     r"\.(jpg|jpeg|jpe|jfif|png|bmp|webp|tif|tiff|ppm|pgm|pbm|pnm|jp2|j2k|gif|avif|heic|heif)", re.IGNORECASE
 )
 _COMPRESSED = re.compile(r"\.(gz|bz2|xz|zst|zip)", re.IGNORECASE)
-_MAGIC = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
 UNPACK = "expected plain .tar files, whose members can be read where they lie: decompress them"
 _MAX_SIDE, _MAX_PIXELS = 65535, 178_000_000
 _WINDOW = 1024  # bytes read at once of a tar, where pages are far apart: a JPEG's header without EXIF has 650
@@ -110,7 +109,7 @@ def _read_shard(path):
     """What a tar holds: rows of member (None: the tar itself), label, [height, width] or reason, offset, length."""
     try:
         with open(path, "rb") as file:
-            if file.read(6).startswith(_MAGIC):
+            if re.match(formats.COMPRESSED, file.read(6)):
                 return [[None, None, f"compressed: {UNPACK}", 0, 0]]
             file.seek(0)
             members, damage = _plain_members(file.fileno()), None

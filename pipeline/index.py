@@ -14,7 +14,7 @@ import numpy as np
 from pipeline import cache as caches
 from pipeline import sources, waiting
 from pipeline.headers import printable
-from pipeline.paths import Paths, matched
+from pipeline.paths import Paths, expanded, matched
 from pipeline.scan import read, read_headers, version
 from pipeline.shards import ShardReader
 
@@ -212,6 +212,7 @@ class Index:
         What cannot be read for a reason that may pass is waited for, and ends the scan where that is too long.
         Raises OSError if root cannot be listed, ValueError if it holds no usable image.
         """
+        root, cache = expanded(Path(root)), expanded(Path(cache)) if cache else None
         known = caches.Cache(cache, str(root)) if cache else None
         if trust and known and (last := known.last()) and (index := cls.kept(known.file(last[0]), Path(last[1]))):
             return index
@@ -236,7 +237,7 @@ class Index:
                 listed = f" ({len(index.rejected)} files rejected, first: {printable(path)}: {reason})"
             kinds = "flat or in class folders, in tar shards, Parquet files or a list"
             expected = f"expected JPEG, PNG, BMP, WebP or TIFF files, {kinds}"
-            raise ValueError(f"no usable image in {Path(root).expanduser().absolute()}{listed}; {expected}")
+            raise ValueError(f"no usable image in {root.absolute()}{listed}; {expected}")
         return index
 
 

@@ -1,10 +1,20 @@
-"""Many file names in one piece of memory: no Python object for each, and a file's pages may be that memory."""
+"""Names of files: with a home folder in them, and many in one piece of memory, without a Python object for each, which
+may be a file's pages."""
 
 from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
 
 _PIECE = 4096  # names that are Python objects at a time
+
+
+def expanded(path: Path) -> Path:
+    """A path with the home folder in place of "~"; ValueError where there is none."""
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{path}: {error}; expected the name of a user behind ~, or a whole path") from None
 
 
 class Paths(Sequence[str]):

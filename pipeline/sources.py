@@ -40,7 +40,7 @@ _LATER = -1  # in the place of a time: of a file that was not asked yet
 def find(root, folder=None, progress=None):
     """The source that ``root`` names; ValueError or OSError in one line if there is none. ``folder``, of indices, and
     ``progress``: for ``Unpacked``."""
-    given, root = str(root), Path(root).expanduser()
+    given = str(root)
     name = root.name.lower()
     if not root.exists():
         if scheme := _SCHEME.match(given):

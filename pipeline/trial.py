@@ -22,10 +22,6 @@ _BATCH, _FILE = 60.0, 1.0  # seconds for a batch, and for each file in it, until
 # What a decoder dies of by itself. Anything else, such as SIGKILL where memory runs out, says nothing about a file.
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGSYS)
 
-_FORMATS = {b"\xff\xd8": "JPEG", b"\x89P": "PNG", b"BM": "BMP", b"RI": "WebP", b"II": "TIFF", b"MM": "TIFF"} | {
-    b"P%d" % number: "PNM" for number in range(1, 8)
-}
-
 
 class Died(Exception):
     """A file, or several, ended the decoder, or kept it for ever; says how."""
@@ -160,7 +156,7 @@ class _Files:
                 answers.append([content, None, None, None, None])
             else:
                 digest = hashlib.blake2b(content, digest_size=16).hexdigest()
-                kind = _FORMATS.get(content[:2].tobytes(), "other")
+                kind = self.graph.formats.named(content[:12].tobytes())
                 reason, size, checksum = next(good) if content.size else ("empty file", None, None)
                 answers.append([reason, size, digest, kind, checksum])
         return answers

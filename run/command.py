@@ -14,8 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from pipeline.paths import expanded
+
 from . import __version__
-from .recipes import expanded
 
 Options = TypeVar("Options")
 

@@ -19,11 +19,12 @@ from PIL import Image, ImageDraw, ImageFont
 from kernels import patch_overlap
 from pipeline import Index, Loader, graph, pictures, stream
 from pipeline.index import printable
+from pipeline.paths import expanded
 from pipeline.toy import make_toy
 
 from .images import TOY
 from .program import opening
-from .recipes import RECIPES, expanded
+from .recipes import RECIPES
 from .training import plan_patches, sample_patches
 
 COLOURS = (20, 90, 200), (240, 110, 10)  # of view 1 and view 2

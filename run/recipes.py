@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from pipeline.paths import expanded
 from pipeline.stream import Augmentation
 
 
@@ -247,14 +248,6 @@ class Config(ImagesConfig):
         check(not (self.fsdp and self.compress_gradients), self, "compress_gradients", "not with --fsdp")
         check(min(self.std) > 0 and max(self.std) < math.inf, self, "std", "three numbers above 0")
         check(all(map(math.isfinite, self.mean)), self, "mean", "three numbers")
-
-
-def expanded(path: Path) -> Path:
-    """A path with the home folder in place of "~"; ValueError where there is none."""
-    try:
-        return path.expanduser()
-    except RuntimeError as error:
-        raise ValueError(f"{path}: {error}; expected the name of a user behind ~, or a whole path") from None
 
 
 def check(right: bool, config: RunConfig, name: str, expected: str) -> None:

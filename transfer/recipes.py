@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from run.recipes import ImagesConfig, check, expanded
+from pipeline.paths import expanded
+from run.recipes import ImagesConfig, check
 
 from .labelled import LabelledAugmentation
 

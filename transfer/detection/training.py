@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from model import create_encoder, timm_arguments
+from pipeline.paths import expanded
 from run.checkpoint import copied
 from run.ranks import Ranks
-from run.recipes import expanded
 from run.session import check_share
 from transfer.pretrained import load_encoder
 
