@@ -62,10 +62,11 @@ def tuning(config, encoder=None, classes=3, ranks=ALONE):
 
 
 def layer(name):
-    """Layers above that of a parameter, in a model of two blocks; timm takes the norm for a part of the last one."""
-    if name.startswith("head"):
+    """Layers above that of a parameter, in a model of two blocks; the final norm is no part of the last one, as in the
+    code release of MAE (util/lr_decay.py)."""
+    if name.startswith(("head", "norm")):
         return 0
-    return 1 if name.startswith(("norm", "blocks.1")) else 2 if name.startswith("blocks.0") else 3
+    return 1 if name.startswith("blocks.1") else 2 if name.startswith("blocks.0") else 3
 
 
 def test_steps_are_adamw_by_layers_with_a_running_mean(encoder):
