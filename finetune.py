@@ -25,7 +25,7 @@ def parse(arguments: list[str]) -> TuneConfig:
 if __name__ == "__main__":  # what follows takes seconds to import
     command.answer("finetune.py", parse)
 
-from model.export import export_model
+from model.export import export_model, with_error
 from pipeline import Index
 from run import program
 from run.images import open_data, open_loader, record
@@ -33,7 +33,8 @@ from run.loop import Loop, running
 from run.ranks import Ranks
 from run.recipes import learning_rate
 from run.session import named, open_output
-from transfer.finetuning import Tuning, evaluate, new_model, square
+from transfer.finetuning import Tuning, evaluate, new_model
+from transfer.pretrained import square
 from transfer.probe import PROBES
 
 
@@ -90,7 +91,9 @@ def probe(config: TuneConfig, ranks: Ranks, index: Index, evaluation: Index) -> 
         record=record(config, ranks, "evaluation"),
     )  # fmt: skip
     left_out = scores.pop("left_out")
-    figures = ", ".join(f"{name} {scores[name]:.2f} %" for name in ("top1", "top5") if name in scores)
+    figures = ", ".join(
+        f"{name} {with_error(scores[name], scores['eval_images'], 2)}" for name in ("top1", "top5") if name in scores
+    )
     print(
         f"{config.probe} probe of {description['model']} {described(description)}: {figures} of "
         f"{scores['eval_images']:,} images, after {scores['train_images']:,} for training"
@@ -115,7 +118,8 @@ def score(config: TuneConfig, tuning: Tuning, evaluation: Index, classes, loop: 
     place = record(config, ranks, "evaluation")
     scores, bad = evaluate(tuning, evaluation, classes, threads=ranks.threads(config.threads), record=place)
     left_out = evaluation.left_out(bad)
-    figures = ", ".join(f"{name} {value:.2f} %" for name, value in scores.items() if name.startswith("top"))
+    tops = {name: value for name, value in scores.items() if name.startswith("top")}
+    figures = ", ".join(f"{name} {with_error(value, scores['eval_images'], 2)}" for name, value in tops.items())
     loop.record({**scores, "left_out": len(left_out)})
     loop.say(f"epoch {loop.epoch:.4g}: {figures} of {scores['eval_images']:,} evaluation images")
     if left_out and last:

@@ -4,21 +4,29 @@ python train.py --recipe imagenet-vit-s --data FOLDER --output RUN
 torchrun --nproc-per-node 8 train.py --recipe imagenet-vit-s --data FOLDER --output RUN
 """
 
-from dataclasses import asdict
+import dataclasses
 
 from run import command
 from run.recipes import RECIPES, Config, learning_rate
 
 
 def parse(arguments: list[str]) -> Config:
-    """The config of a command line."""
-    return command.parse("train.py", RECIPES, arguments, own_data=lambda config: config.data is not None)
+    """The config of a command line. Beside an encoder, what it decides is left open where no option does."""
+
+    def read(recipes: dict[str, Config]) -> Config:
+        return command.parse("train.py", recipes, arguments, own_data=lambda config: config.data is not None)
+
+    config = read(RECIPES)
+    if config.encoder == "none":
+        return config
+    opened = {"encoder": config.encoder, **Config.OPEN}
+    return read({name: dataclasses.replace(recipe, **opened) for name, recipe in RECIPES.items()})
 
 
 if __name__ == "__main__":  # what follows takes seconds to import
     command.answer("train.py", parse)
 
-from model.export import export_model
+from model.export import export_model, with_error
 from pipeline import Index
 from run import program
 from run.images import open_data, open_loader, record
@@ -27,12 +35,14 @@ from run.ranks import Ranks
 from run.session import named, open_output
 from run.training import Training, encoder_arguments, new_encoder, plan_patches, product_rate
 from run.window import Window
-from transfer import knn
+from transfer import knn, start
 
 
 def main(arguments: list[str]) -> None:
     with program.opening("train.py"):
-        config = parse(arguments)
+        config, encoder, origin = parse(arguments), None, None
+        if config.encoder != "none":
+            config, encoder, origin = start.begin(config)
         _, grid, keep = plan_patches(config)
         ranks = Ranks.join(config.device)
         index, bad, evaluation = open_data(config, ranks)
@@ -40,17 +50,20 @@ def main(arguments: list[str]) -> None:
         if (images := config.batch_size // ranks.count) % config.accumulate:
             raise ValueError(f"--accumulate {config.accumulate}: expected a divisor of the {images} images of a rank")
         opened = open_output(config, index, ranks)
+        if encoder is not None:
+            start.keep(config, encoder, origin, ranks)
 
-    training = Training(config, ranks.device, ranks=ranks.count)
+    training = Training(config, ranks.device, ranks=ranks.count, encoder=encoder, origin=origin)
     rates = {"images_per_second": config.batch_size / config.groups, "pairs_per_second": config.batch_size}
     if ranks.device.type == "cuda":
         peak = ranks.count * product_rate(ranks.device, half=training.half)
         rates["mfu"] = training.flop_per_pair * config.batch_size / peak
     about = (
-        f"recipe {config.recipe}: {config.model}, {config.image_size} px, {keep} of {grid[0]} x {grid[1]} patches per "
-        f"view, {config.groups} groups; {len(index):,} images of {config.data or 'the generated dataset'}, batch "
-        f"{config.batch_size} on {ranks.count} x {ranks.device.type} in {'bfloat16' if training.half else 'float32'}, "
-        f"{ranks.threads(config.threads)} input threads each{loader.decoder}"
+        f"recipe {config.recipe}: {config.model}{f' of {config.encoder}' if origin else ''}, {config.image_size} px, "
+        f"{keep} of {grid[0]} x {grid[1]} patches per view, {config.groups} groups; {len(index):,} images of "
+        f"{config.data or 'the generated dataset'}, batch {config.batch_size} on {ranks.count} x {ranks.device.type} "
+        f"in {'bfloat16' if training.half else 'float32'}, {ranks.threads(config.threads)} input threads "
+        f"each{loader.decoder}"
     )
     window = Window(training, size=config.window, redeal=config.redeal, rank=ranks.rank)
     how = {"about": about, "rates": rates, "groups": config.groups, "window": config.window}
@@ -66,7 +79,7 @@ def main(arguments: list[str]) -> None:
                     with loop.report.aside():
                         score(config, {"trained": training.encoder()}, index, evaluation, loop)
 
-    finish(config, training.encoder(), index, evaluation, loop)
+    finish(config, training, index, evaluation, loop)
     ranks.leave()
 
 
@@ -88,7 +101,7 @@ def score(config: Config, encoders: dict, index: Index, evaluation: Index, loop:
     if bad := scores.pop("knn_bad"):
         loop.say(f"left out {len(bad):,} images of the k-NN accuracy: {named(bad.items())}")
     loop.record(scores)
-    figures = ", ".join(f"{scores[f'knn_{name}']:.1f} % {name}" for name in encoders)
+    figures = ", ".join(f"{with_error(scores[f'knn_{name}'], scores['knn_queries'])} {name}" for name in encoders)
     loop.say(
         f"k-NN accuracy on {scores['knn_queries']:,} of {len(evaluation):,} images, {scores['knn_bank']:,} as "
         f"the bank: {figures}"
@@ -96,21 +109,25 @@ def score(config: Config, encoders: dict, index: Index, evaluation: Index, loop:
     return scores
 
 
-def finish(config: Config, encoder, index: Index, evaluation: Index | None, loop: Loop) -> None:
+def finish(config: Config, training: Training, index: Index, evaluation: Index | None, loop: Loop) -> None:
     """Exports the encoder, then measures it and adds what it is worth; all ranks measure."""
-    training = {"method": "APS", "recipe": config.recipe, "steps": loop.step, "images": len(index)}
+    encoder, origin = training.encoder(), training.origin
+    history = {"method": "APS", "recipe": config.recipe, "steps": loop.step, "images": len(index)}
+    history |= {"encoder": origin["training"]} if origin else {}
+    arguments = origin["arguments"] if origin else encoder_arguments(config)
 
     def export(scores: dict) -> None:
         if loop.ranks.first:
             path = export_model(
-                encoder, config.output / "encoder", name=config.model, arguments=encoder_arguments(config),
-                mean=config.mean, std=config.std, training=training | scores, options=asdict(config),
+                encoder, config.output / "encoder", name=config.model, arguments=arguments,
+                mean=config.mean, std=config.std, training=history | scores, options=dataclasses.asdict(config),
             )  # fmt: skip
             loop.say("" if scores else f"encoder: {path}")
 
     export({})  # first: whatever happens while it is measured costs no encoder
     if evaluation is not None:
-        both = {"trained": encoder, "untrained": new_encoder(config).to(loop.ranks.device)}
+        before = {"start": start.first(config)} if origin else {"untrained": new_encoder(config)}
+        both = {"trained": encoder} | {name: vit.to(loop.ranks.device) for name, vit in before.items()}
         if scores := score(config, both, index, evaluation, loop):
             export(scores)
 

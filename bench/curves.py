@@ -37,7 +37,7 @@ PANELS = (
     Panel("loss", "Loss", ""),
     Panel("similarity", "Similarity of positive pairs", "cosine"),
     Panel("feature_std", "Spread of features", "1 spread out, 0 collapsed", shown=(0, 1)),
-    Panel("knn_trained", "k-NN accuracy", "% (at 0: untrained)", noisy=False),
+    Panel("knn_trained", "k-NN accuracy", "% (at 0: before training)", noisy=False),
     Panel("top1", "Top-1 accuracy", "%", noisy=False),
     Panel("learning_rate", "Learning rate", "10⁻³", factor=1000, shown=(0,), noisy=False),
     Panel("images_per_second", "Speed", "images/s", shown=(0,)),
@@ -131,8 +131,8 @@ def curve(records: list[dict[str, float]], axis: str, panel: Panel) -> tuple[np.
     x, y = positions(records, axis), panel.factor * column(records, panel.name)
     there = np.array([panel.name in record for record in records]) & np.isfinite(x)
     x, y = x[there], y[there]
-    if panel.name == "knn_trained":  # the untrained encoder is this one before its first step
-        start = column(records, "knn_untrained")
+    if panel.name == "knn_trained":  # the encoder before its first step
+        start = np.append(column(records, "knn_untrained"), column(records, "knn_start"))
         start = start[np.isfinite(start)][:1]
         x, y = np.append(np.zeros_like(start), x), np.append(start, y)
     return x, y

@@ -1,6 +1,7 @@
 """What comes out: a folder that timm loads and that can go to a model hub as it is."""
 
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import nn
 
 # What the card leaves out of a run's options: where things lie, and what the weights do not depend on.
 UNTOLD = ("data", "eval_data", "output", "device", "threads", "resume", "index_cache", "encoder")
-KNN = ("knn_bank", "knn_queries", "knn_untrained", "knn_trained")
+KNN = ("knn_bank", "knn_queries", "knn_untrained", "knn_start", "knn_trained")
 
 
 def export_model(
@@ -71,6 +72,12 @@ def _weights(module: nn.Module) -> bytes:
     """The state dict as safetensors; its save_file() would make a file that only its owner can read."""
     state = {key: tensor.detach().cpu().contiguous() for key, tensor in module.state_dict().items()}
     return save(state, metadata={"format": "pt"})
+
+
+def with_error(percent: float, images: int, digits: int = 1) -> str:
+    """An accuracy as it is said: with the binomial standard error that so many images give it, sqrt(p (1 - p) / n)."""
+    error = math.sqrt(percent * (100 - percent) / images)
+    return f"{percent:.{digits}f} +- {error:.{digits}f} %"
 
 
 def _json(content: dict[str, Any]) -> bytes:
@@ -204,16 +211,23 @@ def model_card(vit: VisionTransformer, description: dict[str, Any], options: dic
     measured = "Nothing: the run had no labelled images to evaluate on (`--eval-data`).\n\nNot measured: k-NN accuracy"
     rounds = "(timm's transform, as below, rounds sizes to whole pixels: with it the figure may differ a little.)"
     if known["knn_trained"] is not None:
+        began = "untrained" if known["knn_start"] is None else "start"
+        trained, before = (with_error(known[f"knn_{name}"], known["knn_queries"]) for name in ("trained", began))
+        what = {"untrained": "the same network untrained", "start": "the encoder that it began with"}[began]
         measured = (
             "k-NN accuracy (k = 20, votes weighted by cosine similarity) of the frozen features, on "
             f"{known['knn_queries']:,} evaluation images\nwith {known['knn_bank']:,} training images as the bank: "
-            f"**{known['knn_trained']:.1f} %**, against {known['knn_untrained']:.1f} % of the same network untrained. "
-            f"One run.\n{rounds}\n\nNot measured: other seeds"
+            f"**{trained}**, against {before} of {what}. One run; +- is the standard error\n"
+            f"of so many images.\n{rounds}\n\nNot measured: other seeds"
         )
     if classes:
-        figures = ", ".join(f"{name.replace('top', 'top-')} **{value:.1f} %**" for name, value in tops.items())
-        of = f"{training['eval_images']:,} evaluation images at the end of the last epoch"
-        measured = f"Accuracy on {of}: {figures}. One run.\n{rounds}\n\nNot measured: other seeds"
+        images = training["eval_images"]
+        figures = ", ".join(f"{name.replace('top', 'top-')} **{with_error(v, images)}**" for name, v in tops.items())
+        of = f"{images:,} evaluation images at the end of the last epoch"
+        measured = (
+            f"Accuracy on {of}: {figures}. One run; +- is the standard error\nof so many images.\n{rounds}\n\n"
+            "Not measured: other seeds"
+        )
     kind, fields = _CLASSIFIER if classes else _ENCODER, {"name": description["model"], "classes": classes}
     filled = {key: text.format(features=vit.num_features, **fields) for key, text in kind.items()}
     return _CARD.format(

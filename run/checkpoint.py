@@ -6,7 +6,8 @@
                             place is that of detection)
     optimizer, clip         state dicts; in pretraining their tensors are as long as all parameters together
                             (``model/flat.py``) and not sharded, whatever the ranks that saved them
-    ema, origin             of fine-tuning: the mean weights, and where the encoder comes from, as JSON
+    ema                     of fine-tuning: the mean weights
+    origin                  where the encoder that the run began with comes from, as JSON
     report                  running means of the log since its last line, and the count of skipped steps
     step                    optimizer steps taken
     bad                     {sample: reason} of the images found bad so far

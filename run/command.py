@@ -148,9 +148,13 @@ def _grouped(default: Options) -> type:
         hints, says = get_type_hints(type(config)), documented(type(config))
         fields = []
         for name in names:
-            how = {"help": says[name]}
-            if (value := getattr(config, name)) is None:  # what that means, the text says
-                how |= {"metavar": hints[name].__args__[0].__name__.upper(), "help_behavior_hint": ""}
+            how, value, inner = {"help": says[name]}, getattr(config, name), get_args(hints[name])
+            if type(None) in inner:  # what None means, the text says
+                parts = get_args(inner[0]) or inner[:1]
+                choices = get_origin(inner[0]) is Literal
+                how["metavar"] = f"{{{','.join(parts)}}}" if choices else " ".join(p.__name__.upper() for p in parts)
+            if value is None:
+                how["help_behavior_hint"] = ""
             fields.append((name, Annotated[hints[name], tyro.conf.arg(**how)], value))
         if config is own:  # one does not ask for no version
             fields = [(name, tyro.conf.FlagCreatePairsOff[kind], value) for name, kind, value in fields]

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pipeline.paths import expanded
 from pipeline.stream import Augmentation
@@ -149,7 +149,12 @@ class Config(ImagesConfig):
     cuda_graph: bool = True
     """On a GPU, record the optimizer step and launch it as a whole. Nothing changes with --fsdp or on a CPU."""
 
-    model: str = "vit_tiny_patch16_224"
+    # With an encoder to begin with, what is not given is its own, whatever the recipe says: ``OPEN``.
+    encoder: str = "none"
+    """Where to begin: none, random weights; or all that finetune.py takes: the folder of a run, a folder in timm's hub
+    layout, a checkpoint with the keys of timm (and --model). Sizes, mean and std are then the encoder's own, of which
+    only --image-size, --mean and --std can be other ones."""
+    model: str | None = "vit_tiny_patch16_224"
     """Any plain Vision Transformer of timm, by its name."""
     image_size: int = 64
     """Pixels a side of a crop."""
@@ -158,9 +163,10 @@ class Config(ImagesConfig):
     depth: int = 4
     """Transformer blocks; 0 takes the model's own."""
     position_embedding: Literal["sincos", "learned"] = "sincos"
-    """Fixed 2-D sine-cosine or learned position embeddings."""
+    """Fixed 2-D sine-cosine or learned position embeddings. Those of an --encoder stay as they are (sincos) or are
+    trained from there (learned)."""
     frozen_patch_embed: bool = False
-    """Keep the patch embedding at its random initialisation, as MoCo v3."""
+    """Keep the patch embedding at its random initialisation, as MoCo v3, or as an --encoder has it."""
     head_hidden: int = 512
     """Hidden width of projector and predictor."""
     head_out: int = 128
@@ -169,9 +175,9 @@ class Config(ImagesConfig):
     """Linear layers of the projector."""
     predictor_layers: int = 2
     """Linear layers of the predictor."""
-    mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
+    mean: tuple[float, float, float] | None = (0.485, 0.456, 0.406)
     """Per channel, of pixels in [0, 1], subtracted."""
-    std: tuple[float, float, float] = (0.229, 0.224, 0.225)
+    std: tuple[float, float, float] | None = (0.229, 0.224, 0.225)
     """Per channel, of pixels in [0, 1], divided by."""
 
     keep_ratio: float = 0.25
@@ -206,8 +212,8 @@ class Config(ImagesConfig):
             "log_every", "knn_every", "knn_images", "seed",
         ),
         "model": (
-            "model", "image_size", "patch_size", "depth", "position_embedding", "frozen_patch_embed", "head_hidden",
-            "head_out", "projector_layers", "predictor_layers", "mean", "std",
+            "encoder", "model", "image_size", "patch_size", "depth", "position_embedding", "frozen_patch_embed",
+            "head_hidden", "head_out", "projector_layers", "predictor_layers", "mean", "std",
         ),
         "optimisation": ("lr", "warmup_epochs", "weight_decay", "betas", "clip", "clip_momentum", "clip_alpha"),
         "method": ("keep_ratio", "groups", "window", "redeal", "power", "temperature", "ema"),
@@ -221,10 +227,18 @@ class Config(ImagesConfig):
         "accumulate", "cuda_graph",
     )  # fmt: skip
 
+    OPEN: ClassVar[dict[str, Any]] = {
+        "model": None, "image_size": 0, "patch_size": 0, "depth": 0, "mean": None, "std": None,
+    }  # fmt: skip
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.encoder != "none":
+            object.__setattr__(self, "encoder", str(expanded(Path(self.encoder))))
+        for name in ("model", "image_size", "mean", "std"):
+            missing = getattr(self, name) == self.OPEN[name] and self.encoder == "none"
+            check(not missing, self, name, "a value, as there is no --encoder whose own it could be")
         for name in (
-            "image_size",
             "groups",
             "window",
             "accumulate",
@@ -234,6 +248,7 @@ class Config(ImagesConfig):
             "predictor_layers",
         ):
             check(getattr(self, name) > 0, self, name, "more than 0")
+        check(self.image_size >= 0, self, "image_size", "more than 0")
         for name in ("temperature", "clip_alpha"):
             check(0 < getattr(self, name) < math.inf, self, name, "a finite number above 0")
         for name in ("knn_images", "patch_size", "depth", "power", "knn_every"):
@@ -246,8 +261,9 @@ class Config(ImagesConfig):
         check(not self.redeal or self.window > 1, self, "redeal", "a --window of 2 or more beside it")
         check(self.ema is None or 0 <= self.ema <= 1, self, "ema", "a coefficient from 0 to 1, or None")
         check(not (self.fsdp and self.compress_gradients), self, "compress_gradients", "not with --fsdp")
-        check(min(self.std) > 0 and max(self.std) < math.inf, self, "std", "three numbers above 0")
-        check(all(map(math.isfinite, self.mean)), self, "mean", "three numbers")
+        std, mean = self.std or (1.0,), self.mean or (0.0,)
+        check(min(std) > 0 and max(std) < math.inf, self, "std", "three numbers above 0")
+        check(all(map(math.isfinite, mean)), self, "mean", "three numbers")
 
 
 def check(right: bool, config: RunConfig, name: str, expected: str) -> None:

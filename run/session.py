@@ -24,8 +24,8 @@ KEPT = "run.index"  # in the folder index: the data that the run was begun with
 INFLIGHT = "inflight"  # the folder of records of what is being decoded
 CHANGED = "not the file that it was"
 OURS = (  # beside config.json
-    "checkpoints", "metrics.jsonl", "rejected.jsonl", "skipped.json", "encoder", "model", "model_ema",
-    "detections.json", "detector.safetensors", "detector.json",
+    "checkpoints", "metrics.jsonl", "rejected.jsonl", "skipped.json", "start.safetensors", "start.json",
+    "encoder", "model", "model_ema", "detections.json", "detector.safetensors", "detector.json",
 )  # fmt: skip
 _locks: dict[Path, int] = {}  # descriptors of files that are locked as long as this process lives
 

@@ -1,5 +1,7 @@
 """The optimizer step: what is trained, and one step of it on one group of patches of a batch."""
 
+import copy
+import json
 import time
 from typing import Any
 
@@ -70,17 +72,23 @@ class Training:
     """The networks of a config on one device, their optimizer and clip.
 
     On a GPU the networks are compiled, which takes the first step a minute and more, unless ``compiled`` is False.
+    ``encoder``: what to begin with, in place of ``new_encoder(config)``, and ``origin``, its description, which is then
+    part of the state.
     """
 
     FIGURES = "loss", "similarity", "feature_std"  # what a step returns
 
-    def __init__(self, config: Config, device: torch.device, *, ranks: int = 1, compiled: bool | None = None):
-        self.config, self.device = config, device
+    def __init__(
+        self, config: Config, device: torch.device, *, ranks: int = 1, compiled: bool | None = None,
+        encoder: VisionTransformer | None = None, origin: dict[str, Any] | None = None,
+    ):  # fmt: skip
+        self.config, self.device, self.origin = config, device, origin
         self.patch, self.grid, self.keep = plan_patches(config)
         self.on_gpu = device.type == "cuda"
         self.half = in_half(config, device)
+        encoder = encoder or new_encoder(config)
         self.network = QueryNetwork(
-            new_encoder(config), hidden=config.head_hidden, out=config.head_out, seed=config.seed,
+            encoder, hidden=config.head_hidden, out=config.head_out, seed=config.seed,
             projector_layers=config.projector_layers, predictor_layers=config.predictor_layers,
         ).to(device)  # fmt: skip
         self.network.encoder.set_grad_checkpointing(config.grad_checkpointing)
@@ -89,6 +97,7 @@ class Training:
         compiled = self.on_gpu if compiled is None else compiled
         sharded = config.fsdp and ranks > 1
         if sharded:
+            self.form = copy.deepcopy(encoder).to("meta")  # an encoder of which all ranks have all
             for network in filter(None, (self.network, self.key_network)):
                 _shard(network, compiled=compiled, half=self.half, in_pieces=config.accumulate > 1)
         units = clip_units(self.network)
@@ -202,8 +211,9 @@ class Training:
         (and then on the CPU) or not. All ranks have to call it; those that do not ``keep`` it get nothing of it."""
         parts = {"network": self.network, "key_network": self.key_network}
         parts |= {"optimizer": self.optimizer, "clip": self.optimizer.clip}
+        origin = {} if self.origin is None or not keep else {"origin": json.dumps(self.origin)}
         if not self.flat.sharded:
-            return copied(**parts) if keep else {}
+            return copied(**parts) | origin if keep else {}
 
         def whole(tensor: Tensor) -> Tensor:
             if isinstance(tensor, DTensor):
@@ -213,7 +223,7 @@ class Training:
             return tensor.detach().to("cpu", copy=True) if keep else torch.empty(0)
 
         state = {name: part.state_dict() for name, part in parts.items() if part is not None}
-        return tree_map_only(Tensor, whole, state)
+        return tree_map_only(Tensor, whole, state) | origin
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Puts back what ``state_dict`` has returned."""
@@ -231,7 +241,7 @@ class Training:
         """The encoder as it is now, whole: where it is sharded, a copy. All ranks have to call it."""
         if not self.flat.sharded:
             return self.network.encoder
-        vit = new_encoder(self.config).to(self.device)
+        vit = copy.deepcopy(self.form).to_empty(device=self.device)
         vit.load_state_dict({name: t.full_tensor() for name, t in self.network.encoder.state_dict().items()})
         return vit
 

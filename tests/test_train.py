@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,9 @@ from conftest import MORE, ONE_THREAD, ROOT, SMALL, metrics, photo, run_program,
 from PIL import Image
 from safetensors.torch import load_file
 
+from run.signals import StopRequest
 from train import main
+from transfer.pretrained import load_encoder
 
 
 def test_run_leaves_what_the_readme_promises(undisturbed):
@@ -28,7 +31,11 @@ def test_run_leaves_what_the_readme_promises(undisturbed):
     assert said.count("loss ") == len(logged)
     assert len(list((output / "checkpoints").iterdir())) == 3
     description = json.loads((output / "encoder/config.json").read_text())
-    assert description["training"]["knn_queries"] == 48 and "k-NN accuracy" in said
+    training = description["training"]
+    share = training["knn_trained"] / 100
+    error = 100 * (share * (1 - share) / 48) ** 0.5
+    assert training["knn_queries"] == 48
+    assert f"k-NN accuracy on 48 of 48 images, 48 as the bank: {100 * share:.1f} +- {error:.1f} % trained" in said
     vit = timm.create_model(f"local-dir:{output / 'encoder'}", pretrained=True)
     assert vit(torch.randn(1, 3, 32, 32)).shape == (1, 192)
 
@@ -114,6 +121,36 @@ def test_bad_files_are_left_out_and_named(tmp_path, capsys):
     report = (tmp_path / "run" / "rejected.jsonl").read_bytes()
     assert "all 16 steps are done" in in_process(capsys, data, tmp_path / "run", "--max-steps", "16")
     assert (tmp_path / "run" / "rejected.jsonl").read_bytes() == report
+
+
+def test_a_run_from_an_encoder_goes_on_without_it(undisturbed, photos, tmp_path, capsys, monkeypatch):
+    """Stopped within an epoch, and the encoder removed, the same command ends in the same bytes; what it has learned is
+    beside what it began with."""
+    source = shutil.copytree(undisturbed[0] / "encoder", tmp_path / "mine")
+    more = "--encoder", source, "--eval-data", photos, "--max-steps", "8", "--ema", "0.9", "--knn-images", "96"
+    said = in_process(capsys, photos, tmp_path / "whole", *more)
+    scores = metrics(tmp_path / "whole")[-1]
+    assert f"% trained, {scores['knn_start']:.1f} +- " in said and f"of {source}" in said
+    begun, (_, description) = json.loads((tmp_path / "whole/start.json").read_text()), load_encoder(tmp_path / "whole")
+    training = description.pop("training")
+    assert training.items() >= {"knn_start": scores["knn_start"], "encoder": begun.pop("training")}.items()
+    assert description == begun
+    kept = load_file(tmp_path / "whole/start.safetensors")
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in load_file(source / "model.safetensors").items())
+
+    seen = StopRequest.agreed
+    monkeypatch.setattr(StopRequest, "agreed", lambda self, step: step == 5 or seen(self, step))
+    with pytest.raises(SystemExit, match="75"):
+        in_process(capsys, photos, tmp_path / "run", *more)
+    monkeypatch.undo()
+    shutil.rmtree(source)
+    assert "steps 6 to 8" in in_process(capsys, photos, tmp_path / "run", *more)
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
+    for name in ("encoder/model.safetensors", "start.safetensors"):
+        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    with pytest.raises(SystemExit, match="2"):
+        in_process(capsys, photos, tmp_path / "other", *more)
+    assert f"{source} does not exist; expected a run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -56,14 +56,6 @@ def new_model(config: TuneConfig, classes: int) -> tuple[VisionTransformer, dict
     return vit, description
 
 
-def square(vit: VisionTransformer) -> int:
-    """Side of the images of a model; ValueError where they are not square."""
-    height, width = vit.patch_embed.img_size
-    if height != width:
-        raise ValueError(f"--encoder takes images of {height} x {width} pixels; expected square ones: set --image-size")
-    return height
-
-
 class Tuning:
     """A model in training on one device: the network, its optimizer and the running mean of its weights.
 

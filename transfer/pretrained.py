@@ -73,6 +73,14 @@ def load_encoder(
     return vit, description | {"arguments": arguments}
 
 
+def square(vit: VisionTransformer) -> int:
+    """Side of the images of a model; ValueError where they are not square."""
+    height, width = vit.patch_embed.img_size
+    if height != width:
+        raise ValueError(f"--encoder takes images of {height} x {width} pixels; expected square ones: set --image-size")
+    return height
+
+
 def _grid(patches: int, own: tuple[int, int]) -> tuple[int, int]:
     """The grid of so many patches: the model's own where that fits, or else a square, as all models of timm have."""
     side = math.isqrt(max(patches, 0))
@@ -168,11 +176,14 @@ def _read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         run, network, step = json.loads(stored["run"]), stored["network"], stored["step"]
         config, images = run["config"], run["data"]["images"]
         sizes = {name: config[name] for name in ("image_size", "patch_size", "depth")}
+        training = {"method": "APS", "recipe": config["recipe"], "steps": step, "images": images}
         description = {
             "model": config["model"], "arguments": timm_arguments(**sizes), "mean": config["mean"],
-            "std": config["std"],
-            "training": {"method": "APS", "recipe": config["recipe"], "steps": step, "images": images},
+            "std": config["std"], "training": training,
         }  # fmt: skip
+        if "origin" in stored:  # what the run has begun with may have further arguments
+            origin = json.loads(stored["origin"])
+            description["arguments"], training["encoder"] = origin["arguments"], origin["training"]
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"{path} is not a checkpoint of a run of train.py; expected one of those") from None
     prefix = "encoder."

@@ -116,8 +116,9 @@ def test_the_card_of_a_run(undisturbed):
     assert not [path for path in (folder, *folder.iterdir()) if not path.stat().st_mode & 0o004], "not for others"
     card, training = (folder / "README.md").read_text(), json.loads((folder / "config.json").read_text())["training"]
     for said in (
-        "recipe | `toy`", "48 images", "steps | 32", f"**{training['knn_trained']:.1f} %**",
-        f"{training['knn_untrained']:.1f} %", "Not measured: other seeds, linear probe, fine-tuning", "\nema: 0.9\n",
+        "recipe | `toy`", "48 images", "steps | 32", f"**{training['knn_trained']:.1f} +- ",
+        f"{training['knn_untrained']:.1f} +- ", "% of the same network untrained. One run; +- is the",
+        "Not measured: other seeds, linear probe, fine-tuning", "\nema: 0.9\n",
     ):  # fmt: skip
         assert said in card
     assert f"k = {inspect.signature(knn.accuracy).parameters['k'].default}," in card

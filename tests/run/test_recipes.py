@@ -68,7 +68,7 @@ MODELS = {  # patch side in pixels, grid; width, blocks, attention heads
 OURS = {
     "recipe", "data", "eval_data", "output", "max_steps", "device", "precision", "threads", "seed", "resume", "max_bad",
     "checkpoint_every", "keep_last", "keep_every", "log_every", "knn_images", "knn_every", "fsdp", "grad_checkpointing",
-    "compress_gradients", "accumulate", "cuda_graph", "index_cache", "trust_index",
+    "compress_gradients", "accumulate", "cuda_graph", "index_cache", "trust_index", "encoder",
 }  # fmt: skip
 
 
@@ -85,7 +85,7 @@ def test_every_field_has_its_source():
     assert not fields(Config) & fields(Augmentation)
     assert fields(Config) - {"augmentation", "model"} | fields(Augmentation) == TABLE.keys() | OURS
     assert not TABLE.keys() & OURS
-    assert OURS - {"recipe", "seed"} == set(Config.FREE_ON_RESUME)
+    assert OURS - {"recipe", "seed", "encoder"} == set(Config.FREE_ON_RESUME)
 
 
 def test_recipes_hold_the_constants_of_their_sources():
@@ -162,7 +162,7 @@ TOY = {  # what the demo trains with, and what every option is unless a recipe s
     "lr": 1e-3, "weight_decay": 0.05, "data": None, "eval_data": None, "precision": "auto", "threads": 0,
     "betas": (0.9, 0.999), "warmup_epochs": 0.2, "recipe": "toy", "knn_images": 4000, "knn_every": 0, "fsdp": False,
     "compress_gradients": False, "grad_checkpointing": False, "accumulate": 1, "cuda_graph": True, "image_size": 64,
-    "model": "vit_tiny_patch16_224", "patch_size": 8, "depth": 4, "position_embedding": "sincos",
+    "encoder": "none", "model": "vit_tiny_patch16_224", "patch_size": 8, "depth": 4, "position_embedding": "sincos",
     "frozen_patch_embed": False, "head_hidden": 512,
     "head_out": 128, "projector_layers": 3, "predictor_layers": 2, "mean": (0.485, 0.456, 0.406),
     "std": (0.229, 0.224, 0.225), "keep_ratio": 0.25, "groups": 4, "window": 1, "redeal": False,
