@@ -55,7 +55,7 @@ def places(photos, undisturbed, tmp_path_factory):
     """{word of the pages: what stands for it}."""
     folder = tmp_path_factory.mktemp("newcomer")
     found = {name: photos for name in ("IMAGES", "TRAIN", "VAL", "FOLDER")}
-    found |= {name: folder / name for name in ("RUN", "TUNED", "SCRATCH", "DETECTOR", "sheet.png")}
+    found |= {name: folder / name for name in ("RUN", "TUNED", "SCRATCH", "DETECTOR", "FURTHER", "sheet.png")}
     found["OTHER_RUN"], _ = undisturbed
     return {name: str(path) for name, path in found.items()} | {"IMAGE": str(next(photos.glob("*/*.jpg")))}
 

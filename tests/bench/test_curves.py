@@ -25,6 +25,11 @@ def test_curves_draw_what_is_there(tmp_path):
     panels = {panel.name: panel for panel in curves.PANELS}
     x, y = curves.curve(records[0], "epoch", panels["knn_trained"])
     assert x.tolist() == [0, 49.75] and y.tolist() == [40, 60]
+    begun = [
+        {"step": 4, "epoch": 0.5, "knn_trained": 50.0},
+        {"step": 8, "epoch": 1.0, "knn_trained": 60.0, "knn_start": 45.0},
+    ]
+    assert curves.curve(begun, "epoch", panels["knn_trained"])[1].tolist() == [45, 50, 60]
     x, y = curves.curve(records[0], "step", panels["loss"])
     assert x.tolist() == [*range(4, 405, 4)] and np.isnan(y[-1]) and y[1] == 0.5
     for deviation in (1, 2.5, 100):  # means of equal figures, beside a gap and at the ends
