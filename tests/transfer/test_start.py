@@ -128,3 +128,25 @@ def test_all_ranks_begin_with_the_copy_that_the_run_keeps(hub, tmp_path):
     again, vit, description = begin("--encoder", "gone", "--output", tmp_path / "run")
     assert again == dataclasses.replace(config, encoder="gone") and not differing(vit, expected)
     assert description == origin
+
+
+@pytest.mark.parametrize("warmup, alike", [(10, True), (0, False)])
+def test_the_first_steps_do_not_undo_the_encoder(hub, warmup, alike):
+    """The gradients of new heads are noise: with a warm-up, features still say after some steps what they said before,
+    in how images differ; from the full rate at once they do not."""
+    config, vit, origin = begin("--encoder", hub, "--warmup-epochs", warmup, "--epochs", 100, "--ema", 0.99)
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(32, 3, 24, 24, generator=generator)
+
+    def features():
+        with torch.no_grad():
+            rows = vit.forward_head(vit.forward_features(images), pre_logits=True)
+        return torch.nn.functional.normalize(rows - rows.mean(0))
+
+    before, training = features(), Training(config, CPU, encoder=vit, origin=origin)
+    for step in range(20):
+        patches = torch.randn(2, 4, training.keep, 3 * 36, generator=generator)
+        numbers = torch.stack([torch.randperm(16, generator=generator)[: training.keep] for _ in range(8)])
+        training.step(patches, numbers.reshape(2, 4, -1).int(), step / 20)
+    cosine = (before * features()).sum(1).mean()
+    assert cosine > 0.999 if alike else cosine < 0.98, cosine
