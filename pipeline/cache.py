@@ -95,8 +95,8 @@ class Cache:
     def file(self, signature: str) -> Path:
         """Of the index with this signature; to be used, so that it counts as one that is."""
         path = self.folder / f"{signature[:32]}.index"
-        with contextlib.suppress(OSError):
-            os.utime(path)
+        with contextlib.suppress(OSError):  # the time of access: runs have links to the file, which stay as they are
+            os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
         return path
 
     def last(self) -> tuple[str, str] | None:
@@ -114,7 +114,7 @@ class Cache:
             os.replace(part, self._name.with_suffix(".json"))
         for path in self.folder.glob("*.index"):
             with contextlib.suppress(OSError):
-                if path.stat().st_mtime < time.time() - _UNUSED:
+                if max(path.stat().st_atime, path.stat().st_mtime) < time.time() - _UNUSED:
                     path.unlink()
 
     @contextlib.contextmanager

@@ -36,7 +36,7 @@ def open_data(
         for option, folder in (("--data", training), ("--eval-data", evaluation)):
             if folder is not None and folder.is_dir() and folder.resolve() == config.output.resolve():
                 raise ValueError(f"--output {config.output} is the folder of {option}; expected one of its own")
-        cache = caches.place(config.index_cache, config.output / "index")
+        cache = caches.place(config.index_cache, None if config.dry_run else config.output / "index")
         index, bad = _scan(config, ranks, "train", training, cache), {}
         going_on = config.resume == "changed" and (config.output / "config.json").exists()
         kept = Index.kept(config.output / "index" / KEPT, index.root) if going_on else None
@@ -70,12 +70,13 @@ def open_data(
     return ranks.on_first(scan)
 
 
-def _scan(config: ImagesConfig, ranks: Ranks, what: str, data: Path, cache: Path) -> Index:
+def _scan(config: ImagesConfig, ranks: Ranks, what: str, data: Path, cache: Path | None) -> Index:
     """The index of ``data``, in a file that all ranks can read; how far the scan is is shown."""
     with shown(str(data)) as progress:
         index = Index.scan(data, cache=cache, trust=config.trust_index, progress=progress)
     shared = config.output / "index" / f"{what}.index"
-    if ranks.count > ranks.local_count and cache != shared.parent:  # other nodes see the output folder
+    elsewhere = ranks.count > ranks.local_count and cache != shared.parent
+    if elsewhere and not config.dry_run:  # other nodes see the output folder
         index.keep(shared)
         index = Index.kept(shared, index.root) or index
     return index
@@ -94,7 +95,7 @@ def _known(config: ImagesConfig, ranks: Ranks, index: Index) -> dict[int, str]:
     found = {path: inflight.suspects(path, index.fingerprint, len(index)) for path in records}
     found = {path: batches for path, batches in found.items() if batches is not None}
     with contextlib.suppress(ValueError):  # in use by another process: opening the folder says so
-        if found:
+        if found and not config.dry_run:
             lock(config.output)
             known.add(file, index, _killers(config, ranks, index, [batch for part in found.values() for batch in part]))
             for path in found:
@@ -155,7 +156,7 @@ def open_loader(config: ImagesConfig, ranks: Ranks, index: Index, bad: dict[int,
     loader = Loader(
         index, config.augmentation, image_size=image_size, batch_size=config.batch_size, seed=config.seed,
         device=ranks.device, threads=ranks.threads(config.threads), rank=ranks.rank, ranks=ranks.count,
-        max_bad=config.max_bad, record=record(config, ranks, "train"),
+        max_bad=config.max_bad, record=None if config.dry_run else record(config, ranks, "train"),
     )  # fmt: skip
     loader.bad.update(bad)
     how = {"batch": config.batch_size // ranks.count, "image_size": image_size, "device": ranks.device}

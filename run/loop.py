@@ -7,24 +7,33 @@ A program takes the optimizer steps itself; what stands around them is the same 
             loop.took(*training.step(batch, ...), rate)
 """
 
+import datetime
 import itertools
 import json
+import math
+import resource
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from pipeline.waiting import Stopped
 
 from . import checkpoint
-from .progress import Report, TooManySkipped
+from .progress import SHOWN, Report, TooManySkipped
 from .ranks import Ranks
 from .recipes import RunConfig
+from .recorded import WARM_UP
 from .session import CHANGED, Data, Opened, describe, summarise_rejected, write_rejected
 from .signals import STOPPED, StopRequest
+
+AHEAD = 2  # batches that a loader has ready
 
 
 class Loads(Protocol):
@@ -74,8 +83,8 @@ class Loop:
         self.stopped = False  # on request, before the end
         self.told: set[int] = set()  # the bad files that all ranks know of
         self.report = Report(
-            config.output, ranks, figures=training.FIGURES, rates=rates, every=config.log_every, start=self.step,
-            total=self.total, steps_per_epoch=self.steps_per_epoch,
+            None if config.dry_run else config.output, ranks, figures=training.FIGURES, rates=rates,
+            every=config.log_every, start=self.step, total=self.total, steps_per_epoch=self.steps_per_epoch,
         )  # fmt: skip
         if state:
             training.load_state_dict(state)
@@ -120,11 +129,15 @@ class Loop:
         _, size, taken = self._window(self.step)
         for turn in range(taken, min(size * self.groups, taken + self.total - self.step)):
             yield turn % size, turn // size
-            self.stopped = self.stop.agreed(self.step) and self.step < self.total
+            self.stopped = self.asked_to_stop() and self.step < self.total
             if self.step % self.config.checkpoint_every == 0 or self.step == self.total or self.stopped:
                 self.save()
             if self.stopped:
                 return
+
+    def asked_to_stop(self) -> bool:
+        """The same answer on all ranks, which ask after every step."""
+        return self.stop.agreed(self.step)
 
     def took(self, figures: Sequence[Tensor], finite: Tensor, learning_rate: float) -> None:
         """A step was taken, with these results (see ``Report.step``)."""
@@ -178,6 +191,76 @@ class Loop:
         return file
 
 
+class DryLoop(Loop):
+    """A few steps of a run from where it is, which are measured. Nothing is written."""
+
+    def __init__(self, *what, **how):
+        super().__init__(*what, **how)
+        self.start, turns, windows = self.step, self.groups * self.window, 1
+        if self.ranks.device.type == "cuda":  # what compiles and records steps, and what was loaded ahead meanwhile
+            windows = -(-(WARM_UP + self.groups) // turns) + AHEAD
+        self.warm = min(self.step + windows * turns, max(self.step, self.total - 1))
+        self.end = min(self.warm + max(2 * turns, 4), self.total)
+        self.seconds = self.waited = 0.0
+
+    def asked_to_stop(self) -> bool:
+        return self.step >= self.end  # here, and the batches of the steps behind are loaded as they would be
+
+    def took(self, figures: Sequence[Tensor], finite: Tensor, learning_rate: float) -> None:
+        super().took(figures, finite, learning_rate)
+        if self.step == self.warm or self.step == self.end:
+            self.seconds, self.waited = self.report.mark()
+
+    def due(self, epochs: float) -> bool:
+        return False
+
+    def save(self) -> None:
+        pass
+
+    def tell(self, opened: Opened) -> None:
+        """What is to come, and what of it the steps have shown, in lines for the screen. For all ranks."""
+        config, device, last = self.config, self.ranks.device, self.total
+        bad = {sample: why for found in self.ranks.gather(dict(self.loader.bad)) for sample, why in found.items()}
+        if device.type == "cuda":
+            most, of = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
+            what = f"allocated by torch, of {of / 1e9:.1f} GB of the GPU; the decoder's come on top"
+        else:
+            most, what = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, "of the resident set"
+        most = max(self.ranks.gather(most))
+        state = self.training.state_dict(keep=self.ranks.first)
+        parts = [leaf.untyped_storage() for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+        size = sum({part._cdata: part.nbytes() for part in parts}.values())
+
+        left_out = summarise_rejected(self.loader.index, bad, None) or "nothing is left out"
+        self.say(f"images: {len(self.loader.index):,}; {left_out}")
+        for line in opened.damaged:
+            self.say(f"{line}; the run would go on from the one before")
+        if (config.output / "config.json").exists():
+            self.say(f"there is a run in {config.output}, which would go on from step {self.start:,}")
+        if self.start == last:
+            self.say(f"all {last:,} steps are done, none is to come")
+            return
+        epochs = [step / self.steps_per_epoch for step in (self.start, last)]
+        self.say(
+            f"to come: steps {self.start + 1:,} to {last:,}, epoch {epochs[0]:.2f} to {epochs[1]:.2f} of "
+            f"{config.epochs:g}, {self.steps_per_epoch:,} steps each"
+        )
+        steps = self.end - self.warm
+        each, rest = self.seconds / steps, last - self.start
+        rates = ", ".join(SHOWN[name](amount / each) for name, amount in self.report.rates.items())
+        self.say(
+            f"time: an estimate of {datetime.timedelta(seconds=math.ceil(rest * each))}, from {each:.3g} s a step, "
+            f"waiting for data {self.waited / self.seconds:.1%} ({rates}); measured over {steps} steps behind "
+            f"{self.warm - self.start} to warm up. Evaluation on the way and at the end comes on top"
+        )
+        self.say(f"memory: at most {most / 1e9:.2f} GB a rank {what}")
+        there = next(path for path in (config.output.absolute(), *config.output.absolute().parents) if path.exists())
+        self.say(
+            f"disk: {size / 1e6:,.1f} MB a checkpoint, of which the newest {config.keep_last} are kept; "
+            f"{shutil.disk_usage(there).free / 1e9:,.1f} GB are free"
+        )
+
+
 @contextmanager
 def running(
     config: RunConfig, ranks: Ranks, loader: Loads, training: Trains, opened: Opened, *, about: str,
@@ -188,9 +271,17 @@ def running(
     ``opened``: what ``open_output`` has returned, whose state goes into ``training``. ``about``: the first line that is
     printed. ``rates``: see ``Report``. ``groups``: optimizer steps that each batch is good for, taken in turn over
     a ``window`` of so many batches. Asked to stop, the run ends the process with ``STOPPED`` after the step, which is
-    saved. TooManySkipped where there is no hope.
+    saved. TooManySkipped where there is no hope. A dry run ends the process behind the block.
     """
-    loop = Loop(config, ranks, loader, training, opened, rates=rates, groups=groups, window=window)
+    how = {"rates": rates, "groups": groups, "window": window}
+    if config.dry_run:
+        loop = DryLoop(config, ranks, loader, training, opened, **how)
+        loop.say(f"dry run: nothing is written to {config.output}\n{about}")
+        yield loop
+        loop.tell(opened)
+        ranks.leave()
+        sys.exit()
+    loop = Loop(config, ranks, loader, training, opened, **how)
     loop.write_rejected()
     with loop.report, loop.stop:
         for line in opened.damaged:

@@ -41,12 +41,13 @@ class Report:
     """
 
     def __init__(
-        self, output: Path, ranks: Ranks, *, figures: Sequence[str], rates: dict[str, float], every: int, start: int,
-        total: int, steps_per_epoch: int,
+        self, output: Path | None, ranks: Ranks, *, figures: Sequence[str], rates: dict[str, float], every: int,
+        start: int, total: int, steps_per_epoch: int,
     ):  # fmt: skip
-        """``figures``: names of what ``step`` is given. ``rates``: what one step adds to what is counted by the second.
+        """``output``: None where nothing is to be written, nor shown step by step. ``figures``: names of what ``step``
+        is given. ``rates``: what one step adds to what is counted by the second.
         ``every``: steps between log lines. ``start``, ``total``: optimizer steps already taken, and at the end."""
-        self.path = output / "metrics.jsonl"
+        self.path = output and output / "metrics.jsonl"
         self.ranks = ranks
         self.figures, self.rates = tuple(figures), rates
         self.every = every
@@ -58,8 +59,9 @@ class Report:
         self.waits = []  # since the last line: moments before and after each, see ``_now``
         self.since = time.perf_counter()
         if ranks.first:
-            self._forget_after(start)
-            self.tensorboard = _tensorboard(output / "tensorboard", start)
+            if output:
+                self._forget_after(start)
+                self.tensorboard = _tensorboard(output / "tensorboard", start)
             console = Console()
             self.bar = Progress(
                 TextColumn("epoch {task.fields[epoch]:.2f}"), BarColumn(16), MofNCompleteColumn(),
@@ -101,6 +103,15 @@ class Report:
         event.record()
         return event
 
+    def mark(self) -> tuple[float, float]:
+        """Seconds since the last mark or line, and those of them in which batches were waited for."""
+        if self.ranks.device.type == "cuda":
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        past = now - self.since, self._waited()
+        self.since, self.waits = now, []
+        return past
+
     def _waited(self) -> float:
         """Seconds since the last line; the device has to have done all that was queued."""
         if self.ranks.device.type != "cuda":
@@ -127,7 +138,7 @@ class Report:
         self.count += 1
         if self.ranks.first:
             self.bar.update(self.task, completed=step, epoch=step / self.steps_per_epoch)
-        if step % self.every and step != self.total:
+        if self.path is None or (step % self.every and step != self.total):
             return
         means = (self.ranks.mean(self.sums) / self.sums[-1]).tolist()
         skipped, _, most = (int(number) for number in self.skipped.tolist())

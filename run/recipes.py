@@ -42,6 +42,9 @@ class RunConfig:
     """Checkpoints whose step is a multiple of this are kept for good; 0: none."""
     log_every: int = 20
     """Optimizer steps between log lines."""
+    dry_run: bool = False
+    """Check everything, take a few steps, and say what the run would take in time and memory; nothing is written to the
+    output folder."""
 
     lr: float = 1e-3
     """Peak learning rate of AdamW, as it is: not scaled with the batch size."""
@@ -54,7 +57,7 @@ class RunConfig:
     GROUPS: ClassVar[dict[str, tuple[str, ...]]]  # {title: options}, as ``--help`` shows them; each once
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (
         "output", "max_steps", "device", "resume", "max_bad", "checkpoint_every", "keep_last", "keep_every",
-        "log_every",
+        "log_every", "dry_run",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -209,7 +212,7 @@ class Config(ImagesConfig):
         "data": ("recipe", "data", "eval_data", "index_cache", "trust_index", "max_bad"),
         "run": (
             "output", "epochs", "batch_size", "max_steps", "resume", "checkpoint_every", "keep_last", "keep_every",
-            "log_every", "knn_every", "knn_images", "seed",
+            "log_every", "knn_every", "knn_images", "seed", "dry_run",
         ),
         "model": (
             "encoder", "model", "image_size", "patch_size", "depth", "position_embedding", "frozen_patch_embed",

@@ -81,7 +81,7 @@ def check_folder(config: RunConfig) -> None:
 
 
 def open_output(config: RunConfig, index: Data, ranks: Ranks) -> Opened:
-    """Makes the output folder, or finds a run in it, to go on with.
+    """Makes the output folder, or finds a run in it, to go on with. A dry run only looks.
 
     ValueError if the folder holds a run of another config or other data, or any run under ``resume="never"``.
     """
@@ -96,18 +96,20 @@ def open_output(config: RunConfig, index: Data, ranks: Ranks) -> Opened:
                 f"--output {config.output} holds {there[0]} but no config.json, so it is not known which run that is; "
                 "expected another folder, or its removal"
             )
-        try:
-            (config.output / "checkpoints").mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(
-                f"--output {config.output} cannot be made ({error.strerror}); expected a folder that can be written to"
-            ) from None
-        lock(config.output)
+        if not config.dry_run:
+            try:
+                (config.output / "checkpoints").mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ValueError(
+                    f"--output {config.output} cannot be made ({error.strerror}); expected a folder that can be "
+                    "written to"
+                ) from None
+            lock(config.output)
         if not new:
             _check_same_run(path, described, config, index)
-        kept = config.output / "index" / KEPT
-        index.keep(kept, anew=new)
-        checkpoint.write_atomically(path, (json.dumps(described, indent=2) + "\n").encode())
+        if not config.dry_run:
+            index.keep(config.output / "index" / KEPT, anew=new)
+            checkpoint.write_atomically(path, (json.dumps(described, indent=2) + "\n").encode())
         return checkpoint.newest(config.output / "checkpoints")
 
     newest, damaged = ranks.on_first(open_it)
@@ -146,13 +148,15 @@ def _reasons(index: Data, bad: dict[int, str]) -> list[tuple[str, str]]:
     return list(index.rejected.items()) + [(index.paths[sample], reason) for sample, reason in bad.items()]
 
 
-def summarise_rejected(index: Data, bad: dict[int, str], output: Path) -> str:
-    """One line for the screen, or nothing where nothing was left out."""
+def summarise_rejected(index: Data, bad: dict[int, str], output: Path | None) -> str:
+    """One line for the screen, or nothing where nothing was left out; ``output``: where ``rejected.jsonl`` is, if it
+    is."""
     reasons = _reasons(index, bad)
     if not reasons:
         return ""
     files = len(index) + len(index.rejected)
-    return f"left out {len(reasons):,} of {files:,} files ({output / 'rejected.jsonl'}): {named(reasons)}"
+    where = f" ({output / 'rejected.jsonl'})" if output else ""
+    return f"left out {len(reasons):,} of {files:,} files{where}: {named(reasons)}"
 
 
 def named(reasons: Iterable[tuple[str, str]]) -> str:

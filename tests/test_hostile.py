@@ -101,10 +101,12 @@ def test_too_many_bad_files_stop_the_run_unless_allowed(crawled, tmp_path, capsy
     for number in range(15):
         (crawled / "a" / f"page {number}.jpg").write_text("<html>")
     arguments = [*SMALL, "--data", str(crawled), "--output", str(tmp_path / "run")]
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and "cannot be used, at most 20 may (--max-bad 0.05)" in said and said.count("\n") == 1
+    for more in ([], ["--dry-run"]):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments + more)
+        said = capsys.readouterr().err
+        assert ended.value.code == 2 and said.count("\n") == 1
+        assert "cannot be used, at most 20 may (--max-bad 0.05)" in said
     main([*arguments, "--max-bad", "0.9", "--max-steps", "1"])
 
 

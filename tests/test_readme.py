@@ -77,10 +77,11 @@ def test_a_newcomer_runs_every_command(places, tmp_path_factory, monkeypatch, ca
             given += ["--data", places["IMAGES"]]
         if ranks > 1:  # to a folder of its own, as this process keeps that of the first command
             run_program(name, *given, "--max-steps", 2, "--output", f"{places['RUN']}-ranks", ranks=ranks)
-        elif "--help" in given:
-            with pytest.raises(SystemExit):
+        elif words := [word for word in ("--help", "--dry-run") if word in given]:
+            with pytest.raises(SystemExit) as ended:
                 PROGRAMS[name].main(given)
-            assert "--knn-every" in capsys.readouterr().out
+            said = {"--help": "--knn-every", "--dry-run": "images: "}[words[0]]
+            assert not ended.value.code and said in capsys.readouterr().out
         elif name in PROGRAMS:
             PROGRAMS[name].main(given)
         else:

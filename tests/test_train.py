@@ -205,6 +205,25 @@ def test_evaluation_without_a_usable_image_costs_no_encoder(photos, tmp_path, ca
     assert (tmp_path / "run" / "encoder/model.safetensors").exists()
 
 
+def test_a_dry_run_leaves_nothing_behind(undisturbed, photos, tmp_path):
+    """On two ranks, of a run to begin and of one to continue; what it says of steps and the checkpoint holds."""
+    kept = tmp_path / "kept"
+    shutil.copytree(undisturbed[0], kept)
+    newest = max((kept / "checkpoints").iterdir())
+    size = newest.stat().st_size
+    newest.unlink()
+    before = {path: (path.stat().st_mtime_ns, path.is_file() and path.read_bytes()) for path in kept.rglob("*")}
+    for output, steps in ((tmp_path / "new", "1 to 32"), (kept, "31 to 32")):
+        said = train(photos, output, *MORE, "--eval-data", photos, "--dry-run", ranks=2).stdout
+        assert f"to come: steps {steps}, epoch" in said and "images: 48; nothing is left out" in said
+        assert ("would go on from step 30" in said) == (output == kept)
+        assert float(re.search(r"memory: at most ([\d.]+) GB", said)[1]) > 0.1
+        assert 1e6 * float(re.search(r"disk: ([\d.]+) MB", said)[1]) == pytest.approx(size, rel=0.05)
+    assert not (tmp_path / "new").exists()
+    after = {path: (path.stat().st_mtime_ns, path.is_file() and path.read_bytes()) for path in kept.rglob("*")}
+    assert after == before
+
+
 @pytest.mark.gpu
 def test_trains_on_a_gpu(photos, tmp_path):
     pytest.importorskip("tyro")

@@ -84,7 +84,7 @@ class TuneConfig(ImagesConfig):
         "data": ("recipe", "encoder", "data", "eval_data", "index_cache", "trust_index", "max_bad"),
         "run": (
             "output", "epochs", "batch_size", "max_steps", "resume", "checkpoint_every", "keep_last", "keep_every",
-            "log_every", "eval_every", "probe", "probe_images", "seed",
+            "log_every", "eval_every", "probe", "probe_images", "seed", "dry_run",
         ),
         "model": ("model", "image_size", "patch_size", "depth", "position_embedding"),
         "optimisation": (
@@ -98,6 +98,7 @@ class TuneConfig(ImagesConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check(self.eval_every > 0, self, "eval_every", "more than 0")
+        check(not (self.dry_run and self.probe), self, "dry_run", "not with --probe")
         check(self.warmup_epochs < self.epochs, self, "warmup_epochs", f"less than the {self.epochs:g} of --epochs")
         for name in ("image_size", "patch_size", "depth", "probe_images"):
             check(getattr(self, name) >= 0, self, name, "0 or more")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipeline import waiting
-from run import checkpoint
+from run import checkpoint, progress
 from run.loop import Loop, planned, running
 from run.progress import TooManySkipped
 from run.ranks import Ranks
@@ -149,6 +149,40 @@ def test_wherever_a_run_is_stopped_it_takes_each_step_once_and_in_order(tmp_path
             part = stop % (5 * groups) // (window * groups) * window * groups
             assert loader.asked == (min(number for number, _ in needed[part : part + window * groups]), last)
     assert run(output, **how, **options) == (0, expected)  # there is nothing left to do
+
+
+@pytest.mark.parametrize(
+    "steps, taken, epochs, time",
+    [
+        (20, 6, "2.00", "0:00:50, from 2.5 s a step, waiting for data 20.0%"),
+        (3, 3, "0.30", "0:00:09, from 3 s a step, waiting for data 33.3%"),
+        (1, 1, "0.10", "0:01:03, from 63 s a step, waiting for data 1.6%"),
+    ],
+)
+def test_a_dry_run_measures_steps_and_no_first_one(tmp_path, capsys, monkeypatch, steps, taken, epochs, time):
+    """Steps of 2 s, the first of which takes a minute more, and 1 s for each batch, which is good for two."""
+    now = [0.0]
+
+    class Slow(Loader):
+        def batches(self, first, last):
+            for number in super().batches(first, last):
+                now[0] += 1
+                yield number
+
+    class Steps(Training):
+        def step(self, *what, **how):
+            now[0] += 2 if self.seen else 62
+            return super().step(*what, **how)
+
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
+    loader, how = Slow(), {"groups": 2, "epochs": 2, "max_steps": steps, "dry_run": True}
+    code, seen = run(tmp_path / "run", loader=loader, training=Steps(), **how)
+    assert not code and [what[:2] for what in seen] == [(step // 2, step % 2) for step in range(taken)]
+    assert loader.asked == (0, (steps + 1) // 2)  # what is behind is loaded too, beside the steps
+    printed = capsys.readouterr().out
+    assert f"to come: steps 1 to {steps}, epoch 0.00 to {epochs} of 2, 10 steps each\n" in printed
+    assert f"time: an estimate of {time}" in printed
+    assert "left out 1 of 41 files: text.jpg: not an image" in printed and not list(tmp_path.iterdir())
 
 
 def test_steps_of_one_group_are_the_batches(tmp_path, capsys):

@@ -68,7 +68,7 @@ MODELS = {  # patch side in pixels, grid; width, blocks, attention heads
 OURS = {
     "recipe", "data", "eval_data", "output", "max_steps", "device", "precision", "threads", "seed", "resume", "max_bad",
     "checkpoint_every", "keep_last", "keep_every", "log_every", "knn_images", "knn_every", "fsdp", "grad_checkpointing",
-    "compress_gradients", "accumulate", "cuda_graph", "index_cache", "trust_index", "encoder",
+    "compress_gradients", "accumulate", "cuda_graph", "index_cache", "trust_index", "encoder", "dry_run",
 }  # fmt: skip
 
 
@@ -156,7 +156,7 @@ def test_kept_patches_are_the_floor_of_the_share():
 
 
 TOY = {  # what the demo trains with, and what every option is unless a recipe says otherwise
-    "index_cache": None, "trust_index": False,
+    "index_cache": None, "trust_index": False, "dry_run": False,
     "output": Path("runs/pretrain"), "epochs": 3, "max_steps": None, "batch_size": 64, "device": "auto", "seed": 0,
     "resume": "auto", "max_bad": 0.05, "checkpoint_every": 500, "keep_last": 3, "keep_every": 0, "log_every": 50,
     "lr": 1e-3, "weight_decay": 0.05, "data": None, "eval_data": None, "precision": "auto", "threads": 0,

@@ -72,7 +72,7 @@ class DetectionConfig(RunConfig):
         ),
         "run": (
             "output", "epochs", "batch_size", "max_steps", "resume", "checkpoint_every", "keep_last", "keep_every",
-            "log_every", "seed",
+            "log_every", "seed", "dry_run",
         ),
         "model": ("model", "patch_size", "depth", "image_size", "scale", "window", "width", "proposals"),
         "optimisation": ("lr", "warmup_steps", "weight_decay", "layer_decay", "drop_path", "clip"),
