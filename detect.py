@@ -10,6 +10,10 @@ reaches what ViTDet (arXiv 2203.16527) reports of other encoders is not known. N
 """
 
 import json
+import signal
+
+if __name__ == "__main__":  # before what takes time: until ``program.run`` takes over, Ctrl-C ends it without a word
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from run import command
 from transfer.detection.recipes import RECIPES, DetectionConfig, learning_rate
@@ -27,7 +31,7 @@ from model.export import write_weights
 from run import checkpoint, program
 from run.loop import Loop, planned, running
 from run.ranks import Ranks
-from run.session import named, open_output
+from run.session import check_batch, named, open_output
 from transfer.detection.batches import CocoLoader
 from transfer.detection.precision import evaluate, table
 from transfer.detection.training import DetectorTraining, new_detector, open_data
@@ -38,6 +42,7 @@ def main(arguments: list[str]) -> None:
         config = parse(arguments)
         ranks = Ranks.join(config.device)
         data, bad, evaluation = open_data(config, ranks)
+        check_batch(config, data, ranks)
         loader = CocoLoader(
             data, size=config.image_size, scale=config.scale, batch_size=config.batch_size, seed=config.seed,
             device=ranks.device, workers=processes(config, ranks), rank=ranks.rank, ranks=ranks.count,
@@ -51,8 +56,9 @@ def main(arguments: list[str]) -> None:
     training = DetectorTraining(config, detector, ranks, steps)
     about = (
         f"recipe {config.recipe}: encoder {config.encoder}, {config.image_size} px; {len(data):,} images of "
-        f"{config.train_annotations or 'the generated scenes'}, {len(data.classes)} categories, "
-        f"batch {config.batch_size} on {ranks.count} x {ranks.device.type}"
+        f"{config.train_annotations or 'the generated scenes (no --train-annotations)'}, "
+        f"{len(data.classes)} categories, batch {config.batch_size} on {ranks.count} x {ranks.device.type} in "
+        f"{'bfloat16' if ranks.device.type == 'cuda' else 'float32'}"
         + (f"; {data.unusable:,} objects without area are left out" if data.unusable else "")
     )
     rates = {"images_per_second": config.batch_size}

@@ -6,7 +6,11 @@ torchrun --nproc-per-node 8 finetune.py --encoder RUN --recipe imagenet --data T
 """
 
 import json
+import signal
 from dataclasses import asdict
+
+if __name__ == "__main__":  # before what takes time: until ``program.run`` takes over, Ctrl-C ends it without a word
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from run import command
 from transfer.recipes import TUNE_RECIPES, TuneConfig
@@ -59,7 +63,8 @@ def main(arguments: list[str]) -> None:
     tuning = Tuning(config, vit, description, ranks)
     about = (
         f"recipe {config.recipe}: {description['model']} {described(description)}, {square(vit)} px, "
-        f"{len(index.classes)} classes; {len(index):,} images of {config.data or 'the generated dataset'}, batch "
+        f"{len(index.classes)} classes; {len(index):,} images of "
+        f"{config.data or 'the generated dataset (no --data)'}, batch "
         f"{config.batch_size} on {ranks.count} x {ranks.device.type} in {'bfloat16' if tuning.half else 'float32'}, "
         f"{ranks.threads(config.threads)} input threads each{loader.decoder}"
     )
@@ -97,6 +102,7 @@ def probe(config: TuneConfig, ranks: Ranks, index: Index, evaluation: Index) -> 
     print(
         f"{config.probe} probe of {description['model']} {described(description)}: {figures} of "
         f"{scores['eval_images']:,} images, after {scores['train_images']:,} for training"
+        + ("" if config.data else ", all of the generated dataset (no --data)")
         + (f"; left out {len(left_out):,}: {named(left_out.items())}" if left_out else "")
     )
     line = {"probe": config.probe, "encoder": config.encoder, "training": description["training"], **scores}

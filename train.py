@@ -5,6 +5,10 @@ torchrun --nproc-per-node 8 train.py --recipe imagenet-vit-s --data FOLDER --out
 """
 
 import dataclasses
+import signal
+
+if __name__ == "__main__":  # before what takes time: until ``program.run`` takes over, Ctrl-C ends it without a word
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from run import command
 from run.recipes import RECIPES, Config, learning_rate
@@ -50,7 +54,7 @@ def main(arguments: list[str]) -> None:
         if (images := config.batch_size // ranks.count) % config.accumulate:
             raise ValueError(f"--accumulate {config.accumulate}: expected a divisor of the {images} images of a rank")
         opened = open_output(config, index, ranks)
-        if encoder is not None:
+        if encoder is not None and not config.dry_run:
             start.keep(config, encoder, origin, ranks)
 
     training = Training(config, ranks.device, ranks=ranks.count, encoder=encoder, origin=origin)
@@ -61,9 +65,9 @@ def main(arguments: list[str]) -> None:
     about = (
         f"recipe {config.recipe}: {config.model}{f' of {config.encoder}' if origin else ''}, {config.image_size} px, "
         f"{keep} of {grid[0]} x {grid[1]} patches per view, {config.groups} groups; {len(index):,} images of "
-        f"{config.data or 'the generated dataset'}, batch {config.batch_size} on {ranks.count} x {ranks.device.type} "
-        f"in {'bfloat16' if training.half else 'float32'}, {ranks.threads(config.threads)} input threads "
-        f"each{loader.decoder}"
+        f"{config.data or 'the generated dataset (no --data)'}, batch {config.batch_size} on {ranks.count} x "
+        f"{ranks.device.type} in {'bfloat16' if training.half else 'float32'}, {ranks.threads(config.threads)} input "
+        f"threads each{loader.decoder}"
     )
     window = Window(training, size=config.window, redeal=config.redeal, rank=ranks.rank)
     how = {"about": about, "rates": rates, "groups": config.groups, "window": config.window}

@@ -157,10 +157,10 @@ class Index:
         gone, changed, new = self._compared(now)
         return {"gone": self.paths.take(gone), "new": now.paths.take(new), "changed": self.paths.take(changed)}
 
-    def lost(self, now: "Index") -> list[int]:
-        """The samples that are gone or changed in a later index."""
+    def lost(self, now: "Index") -> tuple[list[int], list[int]]:
+        """The samples that are gone in a later index, and those that are changed."""
         gone, changed, _ = self._compared(now)
-        return np.sort(np.concatenate([gone, changed])).tolist()
+        return gone.tolist(), changed.tolist()
 
     def _compared(self, now):
         """The samples that are gone and that are changed, and those of the later index that are new."""

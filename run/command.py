@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import json
 import os
-import signal
 import sys
 import textwrap
 import tomllib
@@ -22,10 +21,8 @@ Options = TypeVar("Options")
 
 
 def answer(program: str, parse: Callable[[list[str]], Any]) -> None:
-    """Ends the process where the command line asks for help or is wrong, and until ``program.run`` lets Ctrl-C and
-    SIGTERM do so without a traceback. To be called before the imports that take seconds."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
+    """Ends the process where the command line asks for help or is wrong. To be called before the imports that take
+    seconds."""
     try:
         parse(sys.argv[1:])
     except (ValueError, OSError) as error:

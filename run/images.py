@@ -11,7 +11,7 @@ from pipeline.toy import make_toy
 
 from .ranks import Ranks
 from .recipes import ImagesConfig
-from .session import CHANGED, INFLIGHT, KEPT, check_folder, check_share, lock, named
+from .session import CHANGED, GONE, INFLIGHT, KEPT, check_batch, check_folder, check_share, lock, named
 
 # The embedded dataset: generated once, then shared by all runs of a checkout.
 _TRIED = 5  # objects that are read to see what one takes
@@ -41,7 +41,8 @@ def open_data(
         going_on = config.resume == "changed" and (config.output / "config.json").exists()
         kept = Index.kept(config.output / "index" / KEPT, index.root) if going_on else None
         if kept is not None:
-            index, bad = kept, dict.fromkeys(kept.lost(index), CHANGED)
+            gone, changed = kept.lost(index)
+            index, bad = kept, dict.fromkeys(gone, GONE) | dict.fromkeys(changed, CHANGED)
         bad |= _known(config, ranks, index)
         if labelled:
             if not index.classes:
@@ -145,12 +146,7 @@ def remote_rate(index: Index, threads: int) -> str:
 def open_loader(config: ImagesConfig, ranks: Ranks, index: Index, bad: dict[int, str], *, image_size: int) -> Loader:
     """This rank's batches of what ``open_data`` has returned; ValueError for sizes that do not divide, or too little
     memory."""
-    if len(index) < config.batch_size and (fits := len(index) // ranks.count * ranks.count):
-        rate = config.lr * fits / config.batch_size
-        raise ValueError(
-            f"{len(index):,} images in {index.root} are less than one batch of {config.batch_size:,}; expected more of "
-            f"them, or --batch-size {fits} and, in proportion, --lr {rate:.2g}"
-        )
+    check_batch(config, index, ranks)
     if ranks.first and (said := remote_rate(index, ranks.threads(config.threads))):
         print(said, flush=True)
     loader = Loader(

@@ -30,7 +30,7 @@ from .progress import SHOWN, Report, TooManySkipped
 from .ranks import Ranks
 from .recipes import RunConfig
 from .recorded import WARM_UP
-from .session import CHANGED, Data, Opened, describe, summarise_rejected, write_rejected
+from .session import CHANGED, GONE, Data, Opened, describe, summarise_rejected, write_rejected
 from .signals import STOPPED, StopRequest
 
 AHEAD = 2  # batches that a loader has ready
@@ -90,7 +90,9 @@ class Loop:
             training.load_state_dict(state)
             self.report.load_state_dict(state["report"])
             # Which files are not what they were is found anew each time: they may be back.
-            loader.bad.update({sample: reason for sample, reason in state["bad"].items() if reason != CHANGED})
+            loader.bad.update(
+                {sample: reason for sample, reason in state["bad"].items() if reason not in (CHANGED, GONE)}
+            )
         self.saver = checkpoint.Saver(config.output / "checkpoints", last=config.keep_last, every=config.keep_every)
         self.stop = StopRequest(ranks)
         self.say = self.report.say

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import distributed
 
 from pipeline import TooManyBadFiles
@@ -33,6 +34,23 @@ def opening(program: str) -> Iterator[None]:
         sys.exit(2)
 
 
+def out_of_memory(error: Exception) -> bool:
+    """Whether that is what an error says; torch has a class for a GPU's memory, and none for that of a CPU."""
+    said = "out of memory", "can't allocate memory", "allocation failed", "bad_alloc"
+    known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    return known or (isinstance(error, RuntimeError) and any(words in str(error).lower() for words in said))
+
+
+def _printed() -> bool:
+    """Whether an empty line can be printed; if not, all that is printed goes nowhere, so that the exit code is ours."""
+    try:
+        print(flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+    return True
+
+
 def run(program: str, main: Callable[[list[str]], None]) -> None:
     """Calls ``main`` with the command line; what ends a run is said in one line, with an exit code other than 0."""
     for number in (signal.SIGTERM, signal.SIGINT):  # SIGTERM as Ctrl-C, where no step is to be finished
@@ -45,9 +63,14 @@ def run(program: str, main: Callable[[list[str]], None]) -> None:
     except TooManySkipped as error:
         sys.exit(f"{program}: {error}. Lower --lr, or look at these images")
     except OSError as error:  # of the output folder: what is wrong with an image is none
-        where = " in the output folder" if error.errno in DISK and not error.filename else ""
+        where = ""
+        if error.errno in DISK and not error.filename:
+            where = " in the output folder" if _printed() else " on standard output"
         sys.exit(f"{program}: {error}{where}; what was saved before is intact, and {GOES_ON}")
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
+        if out_of_memory(error):
+            said = "".join(str(error).strip().splitlines()[:1])
+            sys.exit(f"{program}: out of memory ({said:.120}); a smaller --batch-size takes less, and {GOES_ON}")
         # torch has no class of its own for what the end of another rank does to a collective of gloo.
         if not (isinstance(error, distributed.DistBackendError) or "/gloo/" in str(error)):
             raise

@@ -64,6 +64,8 @@ class RunConfig:
         for name, value in vars(self).items():
             if isinstance(value, Path):
                 object.__setattr__(self, name, expanded(value))
+            if type(value) is int and name != "seed":
+                check(abs(value) < 2**31, self, name, "a number below 2,147,483,648")
         for name in ("epochs", "batch_size", "checkpoint_every", "keep_last", "log_every"):
             check(getattr(self, name) > 0, self, name, "more than 0")
         for name in ("keep_every", "lr", "weight_decay"):

@@ -22,7 +22,7 @@ from .recipes import RunConfig
 
 KEPT = "run.index"  # in the folder index: the data that the run was begun with
 INFLIGHT = "inflight"  # the folder of records of what is being decoded
-CHANGED = "not the file that it was"
+CHANGED, GONE = "not the file that it was", "not there any more"
 OURS = (  # beside config.json
     "checkpoints", "metrics.jsonl", "rejected.jsonl", "skipped.json", "start.safetensors", "start.json",
     "encoder", "model", "model_ema", "detections.json", "detector.safetensors", "detector.json",
@@ -67,6 +67,16 @@ def check_share(config: RunConfig, data: str, index: Data, bad: dict[int, str]) 
         raise ValueError(
             f"{data}: {len(reasons):,} of {files:,} files cannot be used, at most {limit:,} may (--max-bad "
             f"{config.max_bad}); expected other data or a larger --max-bad. The first: {named(reasons[:5])}"
+        )
+
+
+def check_batch(config: RunConfig, data: Data, ranks: Ranks) -> None:
+    """ValueError, with what would fit, if there are fewer images than one batch has."""
+    if len(data) < config.batch_size and (fits := len(data) // ranks.count * ranks.count):
+        rate = config.lr * fits / config.batch_size
+        raise ValueError(
+            f"{len(data):,} images in {data.root} are less than one batch of {config.batch_size:,}; expected more of "
+            f"them, or --batch-size {fits} and, in proportion, --lr {rate:.2g}"
         )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from kernels import gather_patches
 from model import encode
 from pipeline import Index, evaluation_batches
+from run.program import out_of_memory
 from run.ranks import Ranks
 
 LARGEST_BANK = 1_300_000  # images, unless more are asked for: all of ImageNet-1k, of which ViT-S makes 2 GB
@@ -152,15 +153,10 @@ def _unless_out_of_memory(work: Callable[[], Any]) -> Any:
     """The result of ``work``, or None where there is not enough memory for it."""
     try:
         return work()
-    except MemoryError:
-        return None
-    except RuntimeError as error:  # torch's OutOfMemoryError among them; that of a CPU has no class of its own
-        if isinstance(error, torch.OutOfMemoryError) or any(said in str(error).lower() for said in _MEMORY):
+    except (MemoryError, RuntimeError) as error:
+        if out_of_memory(error):
             return None
         raise
-
-
-_MEMORY = "out of memory", "can't allocate memory", "allocation failed", "bad_alloc"
 
 
 def compare(

@@ -102,9 +102,19 @@ def test_every_option_stands_in_one_group_and_is_explained(kind):
 
 def test_a_command_line_is_answered_before_anything_is_imported_that_takes_seconds():
     code = """
-import runpy, sys
+import runpy, signal, sys
+
+class Watch:  # what Ctrl-C does when the first package of the project is imported
+    @staticmethod
+    def find_spec(name, *_):
+        if name == "run":
+            print("Ctrl-C:", signal.getsignal(signal.SIGINT).name)
+
+sys.meta_path.insert(0, Watch)
 for program, words in (("train", ["--help"]), ("finetune", ["--rat", "1"]), ("detect", ["--epochs", "0"])):
     sys.argv = [f"{program}.py", *words]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.modules.pop("run", None)
     try:
         runpy.run_path(f"{program}.py", run_name="__main__")
     except SystemExit as end:
@@ -112,5 +122,6 @@ for program, words in (("train", ["--help"]), ("finetune", ["--rat", "1"]), ("de
 print({"torch", "timm", "triton", "nvidia.dali"} & set(sys.modules))
 """
     done = run_program("-c", code)
-    assert done.stdout.splitlines()[-3:] == ["2", "2", "set()"]
+    said = done.stdout.splitlines()
+    assert said[0] == "Ctrl-C: SIG_DFL" and said[-5:] == [*["Ctrl-C: SIG_DFL", "2"] * 2, "set()"]
     assert "detect.py: --epochs 0.0: expected more than 0" in done.stderr

@@ -10,7 +10,7 @@ from pipeline import Index
 from run import images
 from run.images import open_data, open_loader
 from run.recipes import Config, ImagesConfig
-from run.session import CHANGED, open_output
+from run.session import CHANGED, GONE, open_output
 from tests.run.test_loop import ALONE
 
 
@@ -91,7 +91,7 @@ def test_a_run_goes_on_with_the_numbers_that_its_images_had(folder):
     going_on = dataclasses.replace(first, resume="changed")
     index, bad, _ = open_data(going_on, ALONE)
     assert list(index.paths) == names and {names[i]: why for i, why in bad.items()} == {
-        "a/2.png": CHANGED, "b/3.png": CHANGED,
+        "a/2.png": GONE, "b/3.png": CHANGED,
     }  # fmt: skip
     open_output(going_on, index, ALONE)
     (folder / "data" / "a" / "2.png").write_bytes(kept)

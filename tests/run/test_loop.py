@@ -16,7 +16,7 @@ from run.loop import Loop, planned, running
 from run.progress import TooManySkipped
 from run.ranks import Ranks
 from run.recipes import RunConfig
-from run.session import CHANGED, open_output
+from run.session import CHANGED, GONE, open_output
 from run.signals import STOPPED
 
 ALONE = Ranks(0, 1, 1, torch.device("cpu"))
@@ -247,10 +247,10 @@ def test_hopeless_gradients_end_a_run_and_name_the_files(tmp_path):
 
 def test_bad_files_are_remembered_but_for_those_that_had_changed(tmp_path):
     loader = Loader()
-    loader.bad = {3: "does not decode", 4: CHANGED}
+    loader.bad = {3: "does not decode", 4: CHANGED, 5: GONE}
     assert run(tmp_path, loader=loader, epochs=1, max_steps=2)[0] == 0
     rejected = [json.loads(line) for line in (tmp_path / "rejected.jsonl").read_text().splitlines()]
-    reasons = {"text.jpg": "not an image", "3.jpg": "does not decode", "4.jpg": CHANGED}
+    reasons = {"text.jpg": "not an image", "3.jpg": "does not decode", "4.jpg": CHANGED, "5.jpg": GONE}
     assert {one["path"]: one["reason"] for one in rejected} == reasons
     again = Loader()
     assert run(tmp_path, loader=again, epochs=1)[0] == 0

@@ -3,6 +3,7 @@
 import errno
 
 import pytest
+import torch
 
 from pipeline import TooManyBadFiles
 from run import program
@@ -14,6 +15,9 @@ ENDS = [
     (TooManySkipped("5 steps in a row"), "a.py: 5 steps in a row. Lower --lr"),
     (OSError(errno.ENOSPC, "No space left"), "a.py: [Errno 28] No space left in the output folder; what was saved"),
     (OSError(errno.ENOSPC, "No space left", "x.pt"), "a.py: [Errno 28] No space left: 'x.pt'; what was saved before"),
+    (MemoryError(), "a.py: out of memory (); a smaller --batch-size"),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried\nx"), "a.py: out of memory (CUDA out of memory. Tried); a sm"),
+    (RuntimeError("[enforce] DefaultCPUAllocator: can't allocate memory: you"), "a.py: out of memory ([enforce]"),
     (OSError(errno.ENOENT, "None there"), "a.py: [Errno 2] None there; what was saved before is intact"),
     (RuntimeError("[/gloo/pair.cc] Closed [::1] x\ny"), "a.py: most likely another rank has ended (Closed [::1] x); "),
 ]
@@ -30,6 +34,13 @@ def test_what_ends_a_program_is_one_line(monkeypatch, error, said):
     with pytest.raises(SystemExit) as end:
         program.run("a.py", main)
     assert end.value.code.startswith(said) and "\n" not in end.value.code
+
+
+def test_a_full_standard_output_is_not_taken_for_the_output_folder(monkeypatch):
+    with open("/dev/full", "w") as full, pytest.raises(SystemExit) as end:
+        monkeypatch.setattr("sys.stdout", full)
+        program.run("a.py", lambda _: print("text", flush=True))
+    assert end.value.code.startswith("a.py: [Errno 28] No space left on device on standard output; what was saved")
 
 
 def test_other_errors_are_not_hidden_and_wrong_input_is_said_by_one_rank(monkeypatch, capsys):
