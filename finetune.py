@@ -31,6 +31,8 @@ if __name__ == "__main__":  # what follows takes seconds to import
 
 from model.export import export_model, with_error
 from pipeline import Index
+from pipeline.shown import shown
+from pipeline.waiting import Stopped
 from run import program
 from run.images import open_data, open_loader, record
 from run.loop import Loop, running
@@ -90,11 +92,12 @@ def probe(config: TuneConfig, ranks: Ranks, index: Index, evaluation: Index) -> 
         raise ValueError(f"--probe {config.probe} on {ranks.count} ranks; expected one process")
     vit, description = new_model(config, 0)
     config.output.mkdir(parents=True, exist_ok=True)  # whether it can be is not said only behind the measurement
-    scores = PROBES[config.probe](
-        vit.to(ranks.device), index, evaluation, images=config.probe_images, mean=description["mean"],
-        std=description["std"], device=ranks.device, threads=ranks.threads(config.threads),
-        record=record(config, ranks, "evaluation"),
-    )  # fmt: skip
+    with shown(f"{config.probe} probe", "embedding images") as progress:
+        scores = PROBES[config.probe](
+            vit.to(ranks.device), index, evaluation, images=config.probe_images, mean=description["mean"],
+            std=description["std"], device=ranks.device, threads=ranks.threads(config.threads),
+            record=record(config, ranks, "evaluation"), progress=progress,
+        )  # fmt: skip
     left_out = scores.pop("left_out")
     figures = ", ".join(
         f"{name} {with_error(scores[name], scores['eval_images'], 2)}" for name in ("top1", "top5") if name in scores
@@ -122,7 +125,13 @@ def score(config: TuneConfig, tuning: Tuning, evaluation: Index, classes, loop: 
     """Accuracy on all evaluation images, said and recorded. For all ranks."""
     ranks = loop.ranks
     place = record(config, ranks, "evaluation")
-    scores, bad = evaluate(tuning, evaluation, classes, threads=ranks.threads(config.threads), record=place)
+    how = {"threads": ranks.threads(config.threads), "record": place}
+    try:
+        with loop.shown("accuracy", "evaluation images") as progress:
+            scores, bad = evaluate(tuning, evaluation, classes, progress=progress, **how)
+    except Stopped:  # between two steps; the run ends after saving
+        loop.say(f"no accuracy of step {loop.step}: asked to stop")
+        return {}
     left_out = evaluation.left_out(bad)
     tops = {name: value for name, value in scores.items() if name.startswith("top")}
     figures = ", ".join(f"{name} {with_error(value, scores['eval_images'], 2)}" for name, value in tops.items())

@@ -32,6 +32,7 @@ if __name__ == "__main__":  # what follows takes seconds to import
 
 from model.export import export_model, with_error
 from pipeline import Index
+from pipeline.waiting import Stopped
 from run import program
 from run.images import open_data, open_loader, record
 from run.loop import Loop, running
@@ -94,11 +95,15 @@ def score(config: Config, encoders: dict, index: Index, evaluation: Index, loop:
     largest = min(knn.LARGEST_BANK, max(len(index), 4 * len(evaluation)))
     bank = config.knn_images or (2_000 if device.type == "cpu" else largest)
     try:
-        scores = knn.compare(
-            encoders, index, evaluation, bank=bank, queries=max(1, bank // 4), mean=config.mean, std=config.std,
-            device=device, threads=loop.ranks.threads(config.threads), known_bad=loop.loader.bad, ranks=loop.ranks,
-            record=record(config, loop.ranks, "evaluation"),
-        )  # fmt: skip
+        with loop.shown("k-NN accuracy", "embedding images") as progress:
+            scores = knn.compare(
+                encoders, index, evaluation, bank=bank, queries=max(1, bank // 4), mean=config.mean, std=config.std,
+                device=device, threads=loop.ranks.threads(config.threads), known_bad=loop.loader.bad, ranks=loop.ranks,
+                record=record(config, loop.ranks, "evaluation"), progress=progress,
+            )  # fmt: skip
+    except Stopped:  # between two steps; the run ends after saving
+        loop.say(f"no k-NN accuracy of step {loop.step}: asked to stop")
+        return {}
     except (ValueError, OSError) as error:  # a training does not end for that
         loop.say(f"no k-NN accuracy: {error}")
         return {}

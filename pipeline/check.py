@@ -19,12 +19,12 @@ from pathlib import Path
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from pipeline import cache, known, memory, scan, trial
+from pipeline import cache, known, memory, trial
 from pipeline.headers import printable
 from pipeline.index import Index
 from pipeline.paths import expanded
+from pipeline.shown import shown
 
 _FILES, _PIXELS = 16, 40_000_000  # of a batch: 120 MB of pixels in each process, or one image
 _QUANTILES = {"min": 0, "5 %": 0.05, "median": 0.5, "95 %": 0.95, "max": 1}
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
         if options.processes < 0:
             raise ValueError(f"--processes {options.processes}: expected 1 or more")
         folder = cache.place(options.index_cache, options.output / "index" if options.output else None)
-        with scan.shown(str(options.data)) as progress:
+        with shown(str(options.data), "reading headers") as progress:
             index = Index.scan(options.data, folder, progress=progress)
         found = check(index, processes)
         report = describe(index, found)
@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
     except (ValueError, OSError, RuntimeError) as error:
         print(f"pipeline.check: {error}", file=sys.stderr)
         return 2
-    Console().print(shown(report), highlight=False, markup=False, soft_wrap=True)
+    Console().print(as_text(report), highlight=False, markup=False, soft_wrap=True)
     return 1 if report["bad"] else 0
 
 
@@ -103,12 +103,10 @@ def check(index: Index, processes: int) -> Found:
             others, answers, more = read([i for i in samples if i not in bad])
             return others, answers, bad | more
 
-    console = Console(stderr=True)
-    columns = TextColumn("decoding"), BarColumn(32), MofNCompleteColumn(), TimeRemainingColumn()
     pool = concurrent.futures.ThreadPoolExecutor(processes)
     try:
-        with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-            task = bar.add_task("", total=len(index))
+        with shown(str(index.root), "decoding") as progress:
+            done = 0
             batches = _batches(index)
             parts = iter(lambda: list(itertools.islice(batches, 256 * processes)), [])  # not all of them at once
             for samples, answers, bad in itertools.chain.from_iterable(pool.map(read, part) for part in parts):
@@ -124,7 +122,8 @@ def check(index: Index, processes: int) -> Found:
                         reason = f"decodes as {size[0]}x{size[1]}; its header says {expected[0]}x{expected[1]}"
                     if reason:
                         found.bad[i] = reason
-                bar.advance(task, len(samples) + len(bad))
+                done += len(samples) + len(bad)
+                progress(done, len(index))
     finally:
         pool.shutdown(cancel_futures=True)
         for decoder in decoders:
@@ -175,7 +174,7 @@ def _duplicates(digests):
     return sorted(groups, key=lambda group: (-len(group), group))
 
 
-def shown(report: dict) -> str:
+def as_text(report: dict) -> str:
     """The report for the screen."""
     classes, duplicates = report["classes"], report["duplicates"]
     lines = [f"{report['data']}: {report['good']:,} of {report['files']:,} files are good, {report['bad']:,} bad"]

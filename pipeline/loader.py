@@ -163,7 +163,7 @@ def evaluation_batches(
     The shorter side is resized to 8/7 of S and the centre cut out; below 64 pixels, where images are as small as that
     themselves, the whole image is resized to S x S. The last batch may be smaller; files that do not decode are left
     out and noted in ``bad`` {sample: reason}. Files that cannot be read for now are waited for; ``record``: both as of
-    ``Loader``.
+    ``Loader``. Where the process is asked to stop, Stopped between two batches.
     """
     samples, device = np.asarray(samples, np.int64), torch.device(device)
     bad = {} if bad is None else bad
@@ -180,6 +180,7 @@ def evaluation_batches(
     numbers = range(-(-len(samples) // batch_size))
     decoded = _decoded(index, plan, numbers, (graph.View(),), settings, device, bad.update, record)
     for planned, (images,) in decoded:
+        waiting.pause(0)
         yield images, _to(planned.sample, device), _to(index.labels[planned.sample], device)
     if device.type == "cuda":  # DALI keeps what it has had; training has the rest
         from nvidia.dali import backend

@@ -9,14 +9,11 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pipeline import formats, headers, waiting
 from pipeline.cache import Results
@@ -24,7 +21,6 @@ from pipeline.headers import printable
 
 _PARALLEL = 50_000  # images from which a process pool pays for its start
 _PIECE = 4096  # images that are read, and kept, at a time
-_SAID = 30  # seconds between two lines on how far it is
 
 
 def read_headers(root: str, paths: Sequence[str], images: int) -> list[Any]:
@@ -70,24 +66,6 @@ def read(
             yield from found
             if progress:
                 progress(min(first + size, len(paths)), len(paths))
-
-
-@contextlib.contextmanager
-def shown(what: str) -> Iterator[Callable[..., None]]:
-    """A ``progress`` of ``Index.scan`` on stderr: a bar on a terminal, elsewhere a line now and then."""
-    console, said = Console(stderr=True), time.monotonic()
-    columns = TextColumn("{task.description}", markup=False), BarColumn(32), MofNCompleteColumn()
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None, visible=False)
-
-        def progress(done, total, doing="reading headers"):
-            nonlocal said
-            bar.update(task, description=f"{what}: {doing}", completed=done, total=total, visible=True)
-            if bar.disable and time.monotonic() > said + _SAID:
-                said = time.monotonic()
-                print(f"{what}: {doing}, {done:,} of {total:,}", file=sys.stderr, flush=True)
-
-        yield progress
 
 
 @functools.cache

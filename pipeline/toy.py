@@ -22,8 +22,8 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from rich.console import Console
-from rich.progress import track
+
+from pipeline.shown import shown
 
 _VERSION = 1  # raise it when the drawing changes: datasets of another version are drawn anew
 _MANIFEST = "toy.json"
@@ -233,13 +233,12 @@ def make_toy(root: Path, *, train: int = 4000, test: int = 1000, seed: int = 0) 
                 (folder / name / of).mkdir(parents=True)
                 images = range(count // len(CLASSES))
                 jobs += [(folder / name / of / f"{number:04d}.jpg", seed, split, label, number) for number in images]
-        console = Console(stderr=True)
-        how = {"total": len(jobs), "console": console, "disable": not console.is_terminal}
         # Threads suffice: numpy and the JPEG encoder hold no interpreter lock over arrays of this size.
         pool = ThreadPoolExecutor(os.cpu_count())
         try:
-            for _ in track(pool.map(lambda job: _write(*job), jobs), f"drawing {len(jobs):,} images", **how):
-                pass
+            with shown("the generated dataset", "drawing images") as progress:
+                for done, _ in enumerate(pool.map(lambda job: _write(*job), jobs), 1):
+                    progress(done, len(jobs))
         finally:
             pool.shutdown(cancel_futures=True)  # so that Ctrl-C ends it
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pipeline import Index, Loader, graph, inflight, known, memory, trial
 from pipeline import cache as caches
-from pipeline.scan import shown
+from pipeline.shown import shown
 from pipeline.toy import make_toy
 
 from .ranks import Ranks
@@ -73,7 +73,7 @@ def open_data(
 
 def _scan(config: ImagesConfig, ranks: Ranks, what: str, data: Path, cache: Path | None) -> Index:
     """The index of ``data``, in a file that all ranks can read; how far the scan is is shown."""
-    with shown(str(data)) as progress:
+    with shown(str(data), "reading headers") as progress:
         index = Index.scan(data, cache=cache, trust=config.trust_index, progress=progress)
     shared = config.output / "index" / f"{what}.index"
     elsewhere = ranks.count > ranks.local_count and cache != shared.parent

@@ -14,8 +14,8 @@ import math
 import resource
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from pipeline.shown import shown
 from pipeline.waiting import Stopped
 
 from . import checkpoint
@@ -94,8 +95,8 @@ class Loop:
                 {sample: reason for sample, reason in state["bad"].items() if reason not in (CHANGED, GONE)}
             )
         self.saver = checkpoint.Saver(config.output / "checkpoints", last=config.keep_last, every=config.keep_every)
-        self.stop = StopRequest(ranks)
         self.say = self.report.say
+        self.stop = StopRequest(ranks, self.say)
 
     @property
     def epoch(self) -> float:
@@ -150,6 +151,10 @@ class Loop:
         """Whether what is done every so many epochs (0: never) is to be done after this step, which is not the last."""
         every = epochs * self.steps_per_epoch
         return bool(every) and self.step // every > (self.step - 1) // every and self.step < self.total
+
+    def shown(self, what: str, doing: str) -> AbstractContextManager[Callable[..., None] | None]:
+        """``pipeline.shown`` on rank 0, nothing elsewhere."""
+        return shown(what, doing) if self.ranks.first else nullcontext()
 
     def record(self, figures: dict[str, Any]) -> None:
         """Adds figures of the run as it is now to ``metrics.jsonl``, on rank 0."""

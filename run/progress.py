@@ -1,6 +1,5 @@
-"""What a run says of itself: a live bar on a terminal, plain lines elsewhere, ``metrics.jsonl`` in either case."""
+"""What a run says of itself: lines, on a terminal above a bar; ``metrics.jsonl`` and, where installed, TensorBoard."""
 
-import datetime
 import json
 import math
 import time
@@ -9,28 +8,65 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from rich.cells import cell_len
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.measure import Measurement
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.table import Column
+from rich.text import Text
 from torch import Tensor
+
+from pipeline.shown import paints
 
 from .checkpoint import write_atomically
 from .ranks import Ranks
 
 IN_A_ROW = 5  # steps without a finite gradient, after which a run has no hope
-SHOWN = {  # how the figures of a line look on the screen; the others are in metrics.jsonl only
+# How figures look on the screen; of the last ones only those for which there is room. Others are in metrics.jsonl only.
+SHOWN = {
     "loss": "loss {:.4f}".format,
-    "similarity": "similarity {:.3f}".format,
     "feature_std": "spread {:.3f}".format,
     "images_per_second": lambda rate: f"{rate:,.{0 if rate >= 10 else 2}f} images/s",
-    "pairs_per_second": lambda rate: f"{rate:,.{0 if rate >= 10 else 2}f} pairs/s",
-    "mfu": "MFU {:.1%}".format,
+    "left": lambda s: f"{s // 3600:.0f}:{s // 60 % 60:02.0f}:{s // 1 % 60:02.0f} left",
+    "skipped": lambda steps: f"{steps:,} steps skipped" if steps else "",
+    "similarity": "similarity {:.3f}".format,
     "data_wait": "waiting for data {:.1%}".format,
+    "mfu": "MFU {:.1%}".format,
+    "pairs_per_second": lambda rate: f"{rate:,.{0 if rate >= 10 else 2}f} pairs/s",
 }
 
 
 class TooManySkipped(RuntimeError):
     """Step after step gives gradients that are not finite."""
+
+
+class Fitting:
+    """As many words, from the first on, as a line has room for."""
+
+    def __init__(self, words: Sequence[str]):
+        self.words = words
+
+    def __rich_console__(self, console, options) -> Iterator[Text]:
+        fitting = 0
+        while fitting < len(self.words) and cell_len("  ".join(self.words[: fitting + 1])) <= options.max_width:
+            fitting += 1
+        yield Text("  ".join(self.words[:fitting]))
+
+    def __rich_measure__(self, console, options) -> Measurement:
+        return Measurement(0, options.max_width)
+
+
+class FiguresColumn(ProgressColumn):
+    """The figures of the last line, with the time that is left as it is now."""
+
+    def render(self, task: Task) -> Fitting:
+        return Fitting(words(task.fields["record"], task.time_remaining) or [task.description])
+
+
+def words(record: dict, left: float | None) -> list[str]:
+    """The figures of a record, and the seconds that are left, as they are ``SHOWN``."""
+    figures = record if left is None else record | {"left": left}
+    return [word for name, form in SHOWN.items() if name in figures and (word := form(figures[name]))]
 
 
 class Report:
@@ -58,19 +94,23 @@ class Report:
         self.count = 0
         self.waits = []  # since the last line: moments before and after each, see ``_now``
         self.since = time.perf_counter()
+        self.fresh = True  # this process has taken no step
         if ranks.first:
             if output:
-                self._forget_after(start)
-                self.tensorboard = _tensorboard(output / "tensorboard", start)
+                kept = self._forget_after(start)
+                last = min(start, total - 1)  # the evaluation at the end is done anew
+                self.tensorboard = _tensorboard(output / "tensorboard", last)
+                for record in kept:
+                    if record["step"] > last:  # TensorBoard has forgotten it
+                        self._add(record)
             console = Console()
             self.bar = Progress(
-                TextColumn("epoch {task.fields[epoch]:.2f}"), BarColumn(16), MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[figures]}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),
-                console=console, disable=not console.is_terminal, redirect_stderr=False, expand=True,
+                TextColumn("epoch {task.fields[epoch]:.2f}"), BarColumn(8), FiguresColumn(Column(ratio=1)),
+                console=console, disable=not paints(console), redirect_stderr=paints(Console(stderr=True)),
+                expand=True, transient=True, speed_estimate_period=600,
             )  # fmt: skip
             epoch = start / steps_per_epoch
-            self.task = self.bar.add_task("", total=total, completed=start, epoch=epoch, figures="")
+            self.task = self.bar.add_task("the first step", total=total, completed=start, epoch=epoch, record={})
 
     def __enter__(self) -> "Report":
         if self.ranks.first:
@@ -120,17 +160,22 @@ class Report:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What is done within counts neither as training nor as waiting."""
+        """What is done within counts neither as training nor as waiting, and may show a bar of its own."""
         if self.ranks.device.type == "cuda":
             torch.cuda.synchronize()
         start = time.perf_counter()
+        if self.ranks.first:
+            self.bar.stop()
         yield
+        if self.ranks.first:
+            self.bar.start()
         self.since += time.perf_counter() - start
 
     def step(self, step: int, values: Sequence[Tensor], finite: Tensor, learning_rate: float) -> None:
         """After optimizer step number ``step`` (the first is 1). ``values``, in the order of ``figures``, and
         ``finite`` are scalars of this rank. TooManySkipped after ``IN_A_ROW`` steps in a row whose gradients were not
-        finite, at the next line."""
+        finite, at the next line. The first step of a process is told of by itself, so that there is something to see,
+        and counts in the next line all the same; ``metrics.jsonl`` has that of the run."""
         self.sums += torch.where(finite, torch.stack([*values, torch.ones_like(values[0])]), 0.0)
         total, row, most = self.skipped
         row = (row + 1) * ~finite
@@ -138,14 +183,18 @@ class Report:
         self.count += 1
         if self.ranks.first:
             self.bar.update(self.task, completed=step, epoch=step / self.steps_per_epoch)
-        if self.path is None or (step % self.every and step != self.total):
+        if self.path is None:
+            return
+        fresh, self.fresh = self.fresh, False
+        if step % self.every and step != self.total:
+            if fresh:
+                self._first(step, values, learning_rate)
             return
         means = (self.ranks.mean(self.sums) / self.sums[-1]).tolist()
         skipped, _, most = (int(number) for number in self.skipped.tolist())
         now = time.perf_counter()
         seconds = now - self.since
-        record = {"step": step, "epoch": round(step / self.steps_per_epoch, 4)}
-        record |= dict(zip(self.figures, means, strict=False)) | {"learning_rate": learning_rate}
+        record = self._record(step, means, learning_rate)
         record |= {name: float(f"{self.count * amount / seconds:.5g}") for name, amount in self.rates.items()}
         record |= {"data_wait": round(self._waited() / seconds, 4), "skipped": skipped}
         self.sums.zero_()
@@ -157,16 +206,36 @@ class Report:
         if most >= IN_A_ROW:
             raise TooManySkipped(f"{most} steps in a row until step {step} had no finite gradient")
 
+    def _first(self, step: int, values: Sequence[Tensor], learning_rate: float) -> None:
+        """Tells of one step, whose speed says nothing of the others."""
+        record = self._record(step, self.ranks.mean(torch.stack([*values])).tolist(), learning_rate)
+        record["skipped"] = int(self.skipped[0])
+        if self.ranks.first:
+            if step == 1:
+                self.record(record)
+            self._show(record)
+
+    def _record(self, step: int, means: Sequence[float], learning_rate: float) -> dict:
+        record = {"step": step, "epoch": round(step / self.steps_per_epoch, 4)}
+        return record | dict(zip(self.figures, means, strict=False)) | {"learning_rate": learning_rate}
+
     def record(self, record: dict) -> None:
         """Appends one line, of a step, to ``metrics.jsonl``."""
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         with self.path.open("a") as file:
             file.write(json.dumps(finite) + "\n")
-        if self.tensorboard is not None:
-            for name, value in record.items():
-                if name != "step":
-                    self.tensorboard.add_scalar(name, value, record["step"])
-            self.tensorboard.flush()
+        self._add(record)
+
+    def _add(self, record: dict) -> None:
+        """What a line says, in TensorBoard, in groups: train, speed, evaluation."""
+        if self.tensorboard is None:
+            return
+        for name, value in record.items():
+            group = "speed" if name in (*self.rates, "data_wait") else "train" if "loss" in record else "evaluation"
+            if name != "step" and (name != "epoch" or group == "train"):
+                tag = {"feature_std": "spread"}.get(name, name)
+                self.tensorboard.add_scalar(f"{group}/{tag}", math.nan if value is None else value, record["step"])
+        self.tensorboard.flush()
 
     def say(self, text: str) -> None:
         """A line for the reader, above the bar."""
@@ -183,20 +252,15 @@ class Report:
         self.count = state["count"]
 
     def _show(self, record: dict) -> None:
-        figures = [form(record[name]) for name, form in SHOWN.items() if name in record]
-        if record["skipped"]:
-            figures.append(f"{record['skipped']:,} steps skipped")
-        figures = "  ".join(figures)
-        self.bar.update(self.task, figures=figures)
-        if self.bar.disable:
-            left = self.bar.tasks[0].time_remaining
-            eta = "-" if left is None else datetime.timedelta(seconds=round(left))
-            self.say(f"epoch {record['epoch']:.2f}  step {record['step']}/{self.total}  {figures}  eta {eta}")
+        self.bar.update(self.task, record=record)
+        at = [f"epoch {record['epoch']:.2f}", f"step {record['step']}/{self.total}"]
+        said = at + words(record, self.bar.tasks[0].time_remaining)
+        self.say("  ".join(said)) if self.bar.disable else self.bar.console.print(Fitting(said))
 
-    def _forget_after(self, step: int) -> None:
-        """Drops lines of steps that will be taken again, and what a crash left unfinished."""
+    def _forget_after(self, step: int) -> list[dict]:
+        """The records of what was logged. Drops lines of steps that will be taken again, and what a crash left torn."""
         if not self.path.exists():
-            return
+            return []
         kept = []
         for line in self.path.read_text(errors="replace").splitlines():
             try:
@@ -207,14 +271,15 @@ class Report:
                 continue
             last = step if "loss" in record else min(step, self.total - 1)  # the evaluation at the end is done anew
             if record.get("step", math.inf) <= last:
-                kept.append(line + "\n")
-        write_atomically(self.path, "".join(kept).encode())
+                kept.append((line + "\n", record))
+        write_atomically(self.path, "".join(line for line, _ in kept).encode())
+        return [record for _, record in kept]
 
 
-def _tensorboard(folder: Path, start: int):
-    """TensorBoard's writer of what comes after step ``start``, or None where it is not installed."""
+def _tensorboard(folder: Path, last: int):
+    """TensorBoard's writer, which has it forget all behind the ``last`` step; None where it is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         return None
-    return SummaryWriter(str(folder), purge_step=start + 1)
+    return SummaryWriter(str(folder), purge_step=last + 1)

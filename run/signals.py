@@ -1,7 +1,10 @@
 """SIGTERM and SIGINT: finish the step, save, end with ``STOPPED``; a second one ends the process at once."""
 
+import os
 import signal
+import threading
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -11,33 +14,59 @@ from pipeline import waiting
 from .ranks import Ranks
 
 STOPPED = 75  # exit code of a run that was asked to stop and has saved (EX_TEMPFAIL of sysexits.h: try again later)
+SIGNALS = signal.SIGTERM, signal.SIGINT
 GPU_EVERY = 10  # steps between two agreements of several GPUs
 
 
 class StopRequest:
-    """Whether this run has been asked to stop, on any rank; signals are listened to in a ``with`` block."""
+    """Whether this run has been asked to stop, on any rank; signals are listened to in a ``with`` block.
 
-    def __init__(self, ranks: Ranks):
-        self.ranks = ranks
+    By a thread of its own: a handler of Python's would have to wait for the operation that the main thread is in, which
+    may be the backward pass of a large batch.
+    """
+
+    def __init__(self, ranks: Ranks, say: Callable[[str], None]):
+        """``say``: prints a line."""
+        self.ranks, self.say = ranks, say
         self.asked = 0.0  # when, by the monotonic clock
         self.before = None  # of several GPUs: the last agreement, on its way to the CPU, and the event of its arrival
 
     def __enter__(self) -> "StopRequest":
         waiting.asked_to_stop = lambda: self.asked > 0
-        self.handlers = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
+        self.heard, self.told = os.pipe()  # Python writes the numbers of signals there as they come
+        os.set_blocking(self.told, False)
+        self.listener = threading.Thread(target=self._listen, daemon=True)
+        self.listener.start()
+        self.wakeup = signal.set_wakeup_fd(self.told)
+        self.handlers = {number: signal.signal(number, self._note) for number in SIGNALS}
         return self
 
     def __exit__(self, *_) -> None:
         waiting.asked_to_stop = bool
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self.wakeup)
+        os.close(self.told)
+        self.listener.join()
+        os.close(self.heard)
 
-    def _ask(self, number, frame) -> None:
-        # torchrun hands on at once what a terminal has sent to all its processes already: that is no second request.
-        if self.asked and time.monotonic() - self.asked > 1:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
+    def _note(self, *_) -> None:
         self.asked = self.asked or time.monotonic()
+
+    def _listen(self) -> None:
+        said = False
+        while number := os.read(self.heard, 1):
+            if number[0] not in SIGNALS:
+                continue
+            if not said:
+                self._note()
+                self.say("asked to stop: this step is finished and saved first; asked again, the run ends without that")
+                said = True
+            # torchrun hands on at once what a terminal has sent to all its processes already: that is no second one.
+            elif time.monotonic() - self.asked > 1:
+                if os.isatty(1):
+                    os.write(1, b"\n\x1b[?25h")  # a bar has hidden the cursor
+                os._exit(128 + number[0])
 
     def agreed(self, step: int | None = None) -> bool:
         """The same answer on all ranks, which ask after every step; for none, as it is now.

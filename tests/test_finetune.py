@@ -65,7 +65,7 @@ def tuned(data, tmp_path_factory):
 def test_learns_and_exports_what_it_measured(data, tuned):
     logged = [line for line in metrics(tuned) if "loss" in line]
     scores = [line for line in metrics(tuned) if "top1" in line]
-    assert [line["step"] for line in logged] == list(range(3, 31, 3))
+    assert [line["step"] for line in logged] == [1, *range(3, 31, 3)]
     assert [line["step"] for line in scores] == list(range(5, 31, 5))
     assert "top5" not in scores[-1]  # of three classes
     assert (scores[-1]["eval_images"], scores[-1]["left_out"]) == (27, 1)

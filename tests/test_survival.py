@@ -82,19 +82,22 @@ def test_a_signal_after_the_last_step_is_one_line(undisturbed, photos, tmp_path)
     assert "goes on from" in said + errors
 
 
-def test_a_second_signal_ends_at_once():
+def test_a_first_signal_is_told_of_and_a_second_one_ends_all_at_once():
+    """Also within an operation that does not come back to Python."""
     code = (
-        "import time, torch\nfrom run.ranks import Ranks\nfrom run.signals import StopRequest\n"
-        "with StopRequest(Ranks(0, 1, 1, torch.device('cpu'))):\n"
-        "    print('ready', flush=True)\n    time.sleep(60)\n"
+        "import hashlib, torch\nfrom run.ranks import Ranks\nfrom run.signals import StopRequest\n"
+        "with StopRequest(Ranks(0, 1, 1, torch.device('cpu')), lambda line: print(line, flush=True)):\n"
+        "    print('ready', flush=True)\n    hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)\n"
     )
     running = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert running.stdout.readline() == "ready\n"
-    for pause in (0, 0.1, 1.2):  # the second comes so soon that it is the first one again, handed on
+    running.terminate()
+    assert running.stdout.readline().startswith("asked to stop: this step is finished")
+    for pause in (0.1, 1.2):  # the second comes so soon that it is the first one again, handed on
         time.sleep(pause)
         assert running.poll() is None
         running.terminate()
-    assert running.wait(timeout=10) == -signal.SIGTERM
+    assert running.wait(timeout=10) == 128 + signal.SIGTERM
 
 
 def test_ranks_stop_together_and_leave_nobody_behind(photos, tmp_path):
@@ -107,7 +110,7 @@ def test_ranks_stop_together_and_leave_nobody_behind(photos, tmp_path):
     steps = [int(path.stem[5:]) for path in (tmp_path / "run" / "checkpoints").iterdir()]
     done = train(photos, tmp_path / "run")  # with another number of ranks
     assert f"steps {max(steps) + 1} to 32" in done.stdout
-    assert [line["step"] for line in metrics(tmp_path / "run")] == [*range(3, 33, 3), 32]
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, *range(3, 33, 3), 32]
 
 
 def test_a_rank_dies_and_the_job_goes_on_from_the_checkpoint(photos, tmp_path):
@@ -119,7 +122,7 @@ def test_a_rank_dies_and_the_job_goes_on_from_the_checkpoint(photos, tmp_path):
     assert said.count("patches per view") == 2
     # The other rank says so, in a line, unless torchrun ends it first.
     assert "Traceback" not in errors, errors
-    assert [line["step"] for line in metrics(tmp_path / "run")] == [*range(3, 33, 3), 32]
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, *range(3, 33, 3), 32]
 
 
 def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(undisturbed, photos, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from model import create_encoder, timm_arguments
 from model.encoder import pack
 from pipeline import Index, evaluation_batches
+from pipeline.waiting import Stopped
 from run.checkpoint import copied
 from run.ranks import Ranks
 from run.recipes import RECIPES, learning_rate
@@ -158,13 +160,15 @@ def seed_everything(seed: int, step: int, rank: int) -> None:
 
 @torch.inference_mode()
 def evaluate(
-    tuning: Tuning, index: Index, classes: tuple[str, ...], *, threads: int, batch_size: int = 256, record=None
-) -> tuple[dict[str, float], dict[int, str]]:
+    tuning: Tuning, index: Index, classes: tuple[str, ...], *, threads: int, batch_size: int = 256, record=None,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[dict[str, float], dict[int, str]]:  # fmt: skip
     """Top-1 and, with more than 5 classes, top-5 accuracy in percent, and {sample: reason} of what was left out.
 
     Each image of ``index`` counts once, whichever rank has it; labels are matched with ``classes`` by name. All ranks
-    have to call it. Keys: "top1", "top5", "top1_ema", "top5_ema", "eval_images". ``record``: as of
-    ``pipeline.evaluation_batches``.
+    have to call it, and all raise Stopped where one is asked to stop. Keys: "top1", "top5", "top1_ema", "top5_ema",
+    "eval_images". ``record``: as of ``pipeline.evaluation_batches``. ``progress`` is told how many images of all are
+    done on this rank.
     """
     ranks, networks = tuning.ranks, tuning.networks()
     translated = torch.from_numpy(index.labels_among(classes)).to(ranks.device)
@@ -172,22 +176,29 @@ def evaluate(
     bad: dict[int, str] = {}
     size = tuning.network.patch_embed.img_size[0]
     right = torch.zeros(len(networks), 2, dtype=torch.int64, device=ranks.device)
-    seen = torch.zeros(1, dtype=torch.int64, device=ranks.device)
     for network in networks.values():
         network.eval()
     batches = evaluation_batches(
         index, samples, image_size=size, batch_size=batch_size, device=ranks.device, threads=threads, bad=bad,
         record=record,
     )  # fmt: skip
-    for images, _, labels in batches:
-        images, truth = tuning.normalised(images), translated[labels][:, None]
-        seen += len(images)
-        for row, network in zip(right, networks.values(), strict=True):
-            with torch.autocast(ranks.device.type, torch.bfloat16, enabled=tuning.half):
-                scores = network(images)
-            hits = scores.topk(min(5, len(classes)), dim=1).indices == truth
-            row += torch.stack([hits[:, 0].sum(), hits.any(1).sum()])
-    counts = ranks.sum(torch.cat([right.flatten(), seen])).tolist()
+    seen, stopped = 0, False
+    try:
+        for images, _, labels in batches:
+            images, truth = tuning.normalised(images), translated[labels][:, None]
+            seen += len(images)
+            for row, network in zip(right, networks.values(), strict=True):
+                with torch.autocast(ranks.device.type, torch.bfloat16, enabled=tuning.half):
+                    scores = network(images)
+                hits = scores.topk(min(5, len(classes)), dim=1).indices == truth
+                row += torch.stack([hits[:, 0].sum(), hits.any(1).sum()])
+            if progress:
+                progress(seen, len(samples))
+    except Stopped:
+        stopped = True
+    if any(ranks.gather(stopped)):
+        raise Stopped
+    counts = ranks.sum(torch.cat([right.flatten(), right.new_tensor([seen])])).tolist()
     for found in ranks.gather(bad):
         bad.update(found)
     images = counts.pop()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from kernels import gather_patches
 from model import encode
 from pipeline import Index, evaluation_batches
+from pipeline.waiting import Stopped
 from run.program import out_of_memory
 from run.ranks import Ranks
 
@@ -43,13 +44,14 @@ def features(encoders: Sequence, index: Index, samples: np.ndarray, **how) -> tu
 
 @torch.inference_mode()
 def embed(
-    encoders: Sequence, index: Index, samples: np.ndarray, *, mean, std, device, threads: int, bad=None, record=None
-) -> tuple[list[Tensor], Tensor, Tensor]:
+    encoders: Sequence, index: Index, samples: np.ndarray, *, mean, std, device, threads: int, bad=None, record=None,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[list[Tensor], Tensor, Tensor]:  # fmt: skip
     """Normalised features of whole images, one float32 [n, D] per encoder, their labels and their numbers in the index,
     int64 [n], on the device.
 
     Each image is decoded once for all encoders; those that cannot be decoded are left out and noted in ``bad`` {sample:
-    reason}. ``record``: as of ``pipeline.evaluation_batches``.
+    reason}. ``record``: as of ``pipeline.evaluation_batches``. ``progress`` is told how many images of all are done.
     """
     height, width = encoders[0].patch_embed.grid_size
     training = [encoder.training for encoder in encoders]
@@ -76,6 +78,8 @@ def embed(
                     rows[here] = F.normalize(encode(encoder, patches, everything).float(), dim=1)
             labels[here], numbers[here] = label, sample
             count += len(label)
+            if progress:
+                progress(count, len(samples))
     finally:
         for encoder, mode in zip(encoders, training, strict=True):
             encoder.train(mode)
@@ -161,15 +165,16 @@ def _unless_out_of_memory(work: Callable[[], Any]) -> Any:
 
 def compare(
     encoders: dict[str, nn.Module], index: Index, evaluation: Index, *, bank: int, queries: int,
-    known_bad: Mapping[int, str] = MappingProxyType({}), ranks: Ranks | None = None, **how,
+    known_bad: Mapping[int, str] = MappingProxyType({}), ranks: Ranks | None = None,
+    progress: Callable[[int, int], None] | None = None, **how,
 ) -> dict:  # fmt: skip
     """k-NN accuracy of several encoders on the same images; for all ranks, on which it is the same.
 
     ``queries`` images of ``evaluation`` are asked against ``bank`` images of ``index``, of which ``known_bad``,
     {sample: reason}, are known not to decode. ``how``: the further arguments of ``embed``. Classes are matched by
     their names. Images that do not decode are left out: "knn_bad" names them, and all files that the index of the
-    evaluation has rejected. On all ranks ValueError where no image decodes or one of the ranks has not enough memory,
-    OSError where it cannot read.
+    evaluation has rejected. ``progress``: of this rank, as of ``embed``. On all ranks ValueError where no image decodes
+    or one of the ranks has not enough memory, OSError where it cannot read, Stopped where it is asked to stop.
     """
     ranks = ranks or _ALONE
     chosen, asked = subset(index, bank), subset(evaluation, queries)
@@ -177,14 +182,15 @@ def compare(
     bad, bad_queries, failed, parts = {i: known_bad[i] for i in chosen.tolist() if i in known_bad}, {}, None, None
 
     def work():
-        networks = list(encoders.values())
-        mine = embed(networks, index, _share(chosen, ranks), bad=bad, **how)
-        return mine, embed(networks, evaluation, _share(asked, ranks), bad=bad_queries, **how)
+        networks, (first, second) = list(encoders.values()), (_share(part, ranks) for part in (chosen, asked))
+        done = [further(progress, before, len(first) + len(second)) for before in (0, len(first))]
+        mine = embed(networks, index, first, bad=bad, progress=done[0], **how)
+        return mine, embed(networks, evaluation, second, bad=bad_queries, progress=done[1], **how)
 
     try:
         parts = _unless_out_of_memory(work)
         failed = None if parts else ValueError(f"not enough memory for features of {len(chosen):,} images")
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, Stopped) as error:
         failed = error
     ranks.meet()
     for error in ranks.gather(failed):
@@ -205,6 +211,11 @@ def compare(
     bad, bad_queries = _merged(ranks.gather(bad)), _merged(ranks.gather(bad_queries))
     scores["knn_bad"] = {index.file(i): reason for i, reason in bad.items()} | evaluation.left_out(bad_queries)
     return scores
+
+
+def further(progress: Callable[[int, int], None] | None, before: int, total: int) -> Callable[[int, int], None] | None:
+    """``progress`` for a part of the work, so many images after its beginning."""
+    return progress and (lambda done, _: progress(before + done, total))
 
 
 def _share(samples, ranks):

@@ -1,5 +1,6 @@
 """Probes: what a frozen encoder is worth, by a linear classifier on its features or by their nearest neighbours."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ def knn_probe(vit: VisionTransformer, index: Index, evaluation: Index, *, images
     """k-NN accuracy in percent, as ``transfer.knn`` has it: "top1", "train_images", "eval_images", and "left_out",
     {file: reason}.
 
-    ``images``: at most so many of each index, evenly spaced; 0: all. ``how``: further arguments of ``knn.features``.
+    ``images``: at most so many of each index, evenly spaced; 0: all. ``how``: further arguments of ``knn.compare``.
     """
     scores = knn.compare(
         {"probe": vit}, index, evaluation, bank=images or len(index), queries=images or len(evaluation), **how
@@ -33,9 +34,12 @@ def knn_probe(vit: VisionTransformer, index: Index, evaluation: Index, *, images
     }
 
 
-def linear_probe(vit: VisionTransformer, index: Index, evaluation: Index, *, images: int, **how) -> dict[str, Any]:
+def linear_probe(
+    vit: VisionTransformer, index: Index, evaluation: Index, *, images: int,
+    progress: Callable[..., None] | None = None, **how,
+) -> dict[str, Any]:  # fmt: skip
     """Accuracy of a linear classifier of the features, in percent: as ``knn_probe``, with "penalty" and, for more than
-    five classes, "top5".
+    five classes, "top5". ``progress``: as ``pipeline.shown`` has it.
 
     Features of the training images as they are, without augmentation, each standardised as by the BatchNorm without
     parameters that MAE probes with (arXiv 2111.06377, appendix A.1). The penalty is that of ``PENALTIES`` that does
@@ -44,17 +48,21 @@ def linear_probe(vit: VisionTransformer, index: Index, evaluation: Index, *, ima
     bad: dict[int, str] = {}
     bad_queries: dict[int, str] = {}
     samples, queries = (knn.subset(part, images or len(part)) for part in (index, evaluation))
-    (rows,), labels = knn.features([vit], index, samples, bad=bad, **how)
-    (asked,), truth = knn.features([vit], evaluation, queries, bad=bad_queries, **how)
+    done = [knn.further(progress, before, len(samples) + len(queries)) for before in (0, len(samples))]
+    (rows,), labels = knn.features([vit], index, samples, bad=bad, progress=done[0], **how)
+    (asked,), truth = knn.features([vit], evaluation, queries, bad=bad_queries, progress=done[1], **how)
     truth = torch.from_numpy(evaluation.labels_among(index.classes)).to(truth.device)[truth]
     classes = len(index.classes)
-    top1, top5, penalty = linear(rows, labels, asked, truth, classes)
+    top1, top5, penalty = linear(rows, labels, asked, truth, classes, progress)
     left_out = {index.file(i): reason for i, reason in bad.items()} | evaluation.left_out(bad_queries)
     scores = {"top1": top1} | ({"top5": top5} if classes > 5 else {})
     return scores | {"train_images": len(rows), "eval_images": len(asked), "penalty": penalty, "left_out": left_out}
 
 
-def linear(rows: Tensor, labels: Tensor, asked: Tensor, truth: Tensor, classes: int) -> tuple[float, float, float]:
+def linear(
+    rows: Tensor, labels: Tensor, asked: Tensor, truth: Tensor, classes: int,
+    progress: Callable[..., None] | None = None,
+) -> tuple[float, float, float]:  # fmt: skip
     """Top-1 and top-5 accuracy in percent, and the penalty, of the linear probe: of features [n, D] for training with
     labels int64 [n], on others ``asked`` [m, D] with the ``truth`` [m]."""
     labels = labels.clone()  # of inference mode, which has no gradients
@@ -64,7 +72,9 @@ def linear(rows: Tensor, labels: Tensor, asked: Tensor, truth: Tensor, classes: 
     held[::HELD_OUT] = True
     best, penalty, weights = -1.0, PENALTIES[0], None
     if len(rows) > HELD_OUT:
-        for candidate in PENALTIES:  # each from where the last has ended
+        for number, candidate in enumerate(PENALTIES):  # each from where the last has ended
+            if progress:
+                progress(number, len(PENALTIES) + 1, "fitting the classifier")
             weights = fit(rows[~held], labels[~held], classes, candidate, weights)
             if (right := accuracy(weights, rows[held], labels[held])[0]) > best:
                 best, penalty = right, candidate

@@ -194,10 +194,15 @@ def test_steps_of_one_group_are_the_batches(tmp_path, capsys):
             loop.record({"top1": 1.0} if loop.due(1 / 3) else {})
     assert training.seen == [(0,), (1,), (2,), (3,), (4,), (5,)] and loop.step == loop.total == 6 and not loop.stopped
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == "a test; steps 1 to 6" and "loss 1.5000" in said[1] and "step 6/6" in said[3]
+    assert (
+        said[0] == "a test; steps 1 to 6"
+        and "loss 1.0000" in said[1]
+        and "loss 1.5000" in said[2]
+        and "step 6/6" in said[4]
+    )
     run(tmp_path, training=training, loader=Loader(6), epochs=1, log_every=2)
     assert "of a test; all 6 steps are done" in capsys.readouterr().out
-    assert said[4].startswith("left out 1 of 41 files") and said[4].endswith("text.jpg: not an image")
+    assert said[5].startswith("left out 1 of 41 files") and said[5].endswith("text.jpg: not an image")
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [record["epoch"] for record in records if "top1" in record] == [0.3333, 0.6667]
 

@@ -1,8 +1,10 @@
 import signal
 from types import SimpleNamespace
 
+import pytest
 import torch
 
+from pipeline import waiting
 from run import signals
 from run.signals import GPU_EVERY, STOPPED, StopRequest
 
@@ -28,7 +30,7 @@ def test_gpus_agree_without_waiting_for_what_is_queued(monkeypatch):
     monkeypatch.setattr(signals.torch, "full", lambda shape, value, device: torch.zeros(shape) + value)
     monkeypatch.setattr(signals.torch.cuda, "Event", Event)
     monkeypatch.setattr(signals.dist, "all_reduce", all_reduce)
-    ranks = [StopRequest(SimpleNamespace(device=torch.device("cuda"), count=2)) for _ in range(2)]
+    ranks = [StopRequest(SimpleNamespace(device=torch.device("cuda"), count=2), print) for _ in range(2)]
     for step in range(1, 4 * GPU_EVERY + 1):
         ranks[1].asked = float(step > 7)
         answers = {rank.agreed(step) for rank in ranks}
@@ -36,20 +38,17 @@ def test_gpus_agree_without_waiting_for_what_is_queued(monkeypatch):
     assert len(given) == 2 * 4
 
 
-def test_a_second_request_ends_at_once_and_the_same_one_handed_on_does_not(monkeypatch):
-    """torchrun hands on within a second what a terminal has sent to all already."""
-    now, raised = [50.0], []
-    monkeypatch.setattr(signals.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(signals.signal, "raise_signal", raised.append)
-    before = signal.getsignal(signal.SIGTERM)
-    asks_too = StopRequest(SimpleNamespace(device=torch.device("cpu"), count=1))
-    with asks_too:
-        signal.getsignal(signal.SIGINT)(signal.SIGINT, None)
-    assert asks_too.agreed(1) and signal.getsignal(signal.SIGINT) == signal.default_int_handler
-    with StopRequest(SimpleNamespace(device=torch.device("cpu"), count=1)) as stop:
-        assert not stop.agreed(1)
-        for now[0], ended in ((50.0, 0), (50.9, 0), (51.0, 0), (51.1, 1), (52.5, 2)):  # counted from the first
-            signal.getsignal(signal.SIGTERM)(signal.SIGTERM, None) if not ended else stop._ask(signal.SIGTERM, None)
-            assert stop.agreed(1) and len(raised) == ended, now
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    assert signal.getsignal(signal.SIGTERM) == before and STOPPED == 75
+def test_a_request_is_heard_and_said_and_handlers_are_put_back():
+    """Nothing but the thread tells of it; what a handler was before it is again."""
+    before, said = signal.getsignal(signal.SIGTERM), []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with StopRequest(SimpleNamespace(device=torch.device("cpu"), count=1), said.append) as stop:
+            assert not stop.agreed(1) and not waiting.asked_to_stop()
+            signal.raise_signal(number)
+            with pytest.raises(waiting.Stopped):
+                waiting.pause(60)
+            assert stop.agreed(1) and waiting.asked_to_stop()
+            signal.raise_signal(number)  # torchrun hands on at once what a terminal has sent to all already
+    assert len(said) == 2 and said[0].startswith("asked to stop: this step")
+    assert signal.getsignal(signal.SIGTERM) == before and not waiting.asked_to_stop() and STOPPED == 75
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler and signal.set_wakeup_fd(-1) == -1
