@@ -75,6 +75,7 @@ def main(arguments: list[str]) -> None:
         loop.say("no --eval-annotations: no average precision")
     else:
         score(config, detector, evaluation, loop)
+    loop.draw()
     ranks.leave()
 
 

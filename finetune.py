@@ -84,6 +84,7 @@ def main(arguments: list[str]) -> None:
     ranks.leave()
     if ranks.first:
         export(config, tuning, index, scores, loop)
+    loop.draw()
 
 
 def probe(config: TuneConfig, ranks: Ranks, index: Index, evaluation: Index) -> None:

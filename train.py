@@ -139,6 +139,7 @@ def finish(config: Config, training: Training, index: Index, evaluation: Index |
         both = {"trained": encoder} | {name: vit.to(loop.ranks.device) for name, vit in before.items()}
         if scores := score(config, both, index, evaluation, loop):
             export(scores)
+    loop.draw()
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from pipeline.shown import shown
 from pipeline.waiting import Stopped
 
-from . import checkpoint
+from . import checkpoint, curves
 from .progress import SHOWN, Report, TooManySkipped
 from .ranks import Ranks
 from .recipes import RunConfig
@@ -160,6 +160,11 @@ class Loop:
         """Adds figures of the run as it is now to ``metrics.jsonl``, on rank 0."""
         if self.ranks.first:
             self.report.record({"step": self.step, "epoch": round(self.epoch, 4), **figures})
+
+    def draw(self) -> None:
+        """Leaves the curves of the run as a picture, on rank 0."""
+        if self.ranks.first:
+            self.say(curves.leave(self.config.output))
 
     def save(self) -> None:
         """Saves everything that the next step depends on. Called by all ranks; rank 0 writes, in the background."""

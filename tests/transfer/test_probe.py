@@ -53,9 +53,11 @@ def setting(monkeypatch):
             an_index("train", labels, classes), an_index("eval", len(classes) - 1 - truth, classes[::-1], ["c.jpg"])
         )  # fmt: skip
 
-        def embed(encoders, index, samples, *, bad, mean):
+        def embed(encoders, index, samples, *, bad, mean, progress=None):
             assert encoders == ["vit"] and mean == 5
             known = {id(training): rows, id(evaluation): asked}[id(index)]
+            if progress:
+                progress(len(samples), len(samples))
             bad |= {s: "cut" for s in samples.tolist() if s in gone}
             samples = [s for s in samples.tolist() if s not in gone]
             with torch.inference_mode():
@@ -92,7 +94,12 @@ def test_linear_probe_is_the_best_penalty_on_standardised_features(setting, monk
     training, evaluation = setting(rows, labels, asked, truth, tuple("abcdefg"[:classes]), bad=[0])
     starts, ends = [], []
     monkeypatch.setattr(probe, "fit", lambda *how: starts.append(how[4]) or ends.append(ridge(*how)) or ends[-1])
-    found = probe.linear_probe("vit", training, evaluation, images=images, mean=5)
+    told = []
+    found = probe.linear_probe(
+        "vit", training, evaluation, images=images, mean=5, progress=lambda *how: told.append(how)
+    )
+    first, both = images or 121, (images or 121) + min(images or 60, 60)
+    assert told[:2] == [(first, both), (both, both)] and [done for done, *_ in told[2:]] == list(range(7))
     assert starts[0] is None and all(one is other for one, other in zip(starts[1:], ends[:-1], strict=True))
 
     spaced = [np.linspace(0, n - 1, min(images or n, n)).round().astype(int)[1:] for n in (121, 60)]
@@ -132,7 +139,11 @@ def test_knn_probe_asks_so_many_images(setting):
     (rows, labels), (asked, truth) = (clouds(rng, n, 3, 0.1) for n in (90, 40))
     training, evaluation = setting(rows / 1e8, labels, asked / 1e8, truth, ("a", "b", "c"), bad=[0])
     for images, counts in ((0, (89, 39)), (30, (29, 29))):
-        found = probe.knn_probe("vit", training, evaluation, images=images, mean=5)
+        told = []
+        found = probe.knn_probe(
+            "vit", training, evaluation, images=images, mean=5, progress=lambda *how, told=told: told.append(how)
+        )
+        assert told == ([(90, 130), (130, 130)] if not images else [(30, 60), (60, 60)])
         assert (found["train_images"], found["eval_images"]) == counts
         assert found["left_out"] == {"train/0.jpg": "cut", "eval/0.jpg": "cut", "eval/c.jpg": "broken"}
         bank = [s for s in knn.subset(training, images or 90) if s]
