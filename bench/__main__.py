@@ -40,7 +40,10 @@ def main(arguments: list[str]) -> int:
         print("\n".join(f"  {name:11} {text}" for name, text in SUBJECTS.items()))
         return 0 if arguments[:1] in ([], ["--help"], ["-h"]) else 2
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # at the end of a time limit, clear up as on Ctrl-C
-    return importlib.import_module(f"bench.{arguments[0]}").main(arguments[1:])
+    try:
+        return importlib.import_module(f"bench.{arguments[0]}").main(arguments[1:])
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":
