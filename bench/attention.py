@@ -20,6 +20,7 @@ from bench import environment
 from pipeline import Index, evaluation_batches
 from pipeline.headers import read_headers
 from pipeline.index import printable
+from pipeline.shown import shown
 from transfer import knn
 from transfer.pretrained import load_encoder
 
@@ -128,10 +129,11 @@ def sheet(vit: VisionTransformer, larger: VisionTransformer, description: dict, 
     for image in seen.values():
         normalised = ((image / 255 - mean) / std).permute(2, 0, 1)
         maps.append(attention_maps(larger, normalised[None])[0].cpu().numpy())
-    alike = nearest(
-        vit, given, bank, limit, mean=description["mean"], std=description["std"], device=device,
-        threads=len(os.sched_getaffinity(0)),
-    )  # fmt: skip
+    with shown("nearest neighbours", "embedding images") as progress:
+        alike = nearest(
+            vit, given, bank, limit, mean=description["mean"], std=description["std"], device=device,
+            threads=len(os.sched_getaffinity(0)), progress=progress,
+        )  # fmt: skip
     others = pictures(bank, sorted({i for row in alike for i, _ in row}), vit.patch_embed.img_size[0], device)
 
     heads = min(HEADS, len(maps[0]))

@@ -101,8 +101,12 @@ def test_other_commands_are_understood():
         PROGRAMS[name].parse([word for word in arguments if word != "&"])
     subjects = re.findall(r"python -m bench (\w+)", TEXT)
     assert subjects and set(subjects) <= {*SUBJECTS, "SUBJECT"}
+    makefile = (ROOT / "Makefile").read_text().replace("\\\n", " ").replace("$(BIN)", ".venv/bin")
+    asked = [(name, words) for name, words, _ in commands(makefile.splitlines()) if name in (*PROGRAMS, "bench")]
+    assert [name for name, _ in asked] == ["train.py", "bench", "train.py", "finetune.py"]
+    for name, words in asked:  # those of the demo, and those that it names as the next
+        assert words[0] in SUBJECTS if name == "bench" else PROGRAMS[name].parse(words)
     targets = re.findall(r"\bmake (\w+)`", TEXT) + re.findall(r"^make (\w+)", "\n".join(BLOCKS), re.M)
-    makefile = (ROOT / "Makefile").read_text()
     assert len(targets) > 1 and all(re.search(rf"^{target}:", makefile, re.M) for target in targets)
 
 
