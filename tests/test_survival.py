@@ -13,6 +13,7 @@ from conftest import MORE, ONE_THREAD, ROOT, SMALL, metrics, train
 
 from run.signals import STOPPED
 from train import main
+from transfer import knn
 
 
 def start(data, output, *more, ranks=1, restarts=0):
@@ -80,6 +81,17 @@ def test_a_signal_after_the_last_step_is_one_line(undisturbed, photos, tmp_path)
     said, errors = running.communicate(timeout=60)
     assert running.returncode == STOPPED and "Traceback" not in errors
     assert "goes on from" in said + errors
+
+
+def test_a_signal_ends_what_is_measured_in_the_midst_of_a_run(photos, tmp_path, monkeypatch, capsys):
+    """The bank is being embedded; the queries are not any more, and the step before is saved."""
+    encode = knn.encode
+    monkeypatch.setattr(knn, "encode", lambda *what: signal.raise_signal(signal.SIGTERM) or encode(*what))
+    with pytest.raises(SystemExit) as ended:
+        main([*SMALL, *map(str, ("--data", photos, "--eval-data", photos, "--knn-every", 1, "--output", tmp_path))])
+    said = capsys.readouterr().out
+    assert ended.value.code == STOPPED and "no k-NN accuracy of step 16: asked to stop" in said
+    assert said.endswith("stopped on request after step 16, which is saved; the same command goes on from there\n")
 
 
 def test_a_first_signal_is_told_of_and_a_second_one_ends_all_at_once():

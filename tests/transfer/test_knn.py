@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from conftest import photo
 
 from model import create_encoder
-from pipeline import Index
+from pipeline import Index, waiting
 from transfer import knn
 
 
@@ -127,6 +127,13 @@ def test_any_number_of_ranks_finds_the_same(labelled, monkeypatch):
     )
     for error in on_threads(3, scores):
         assert isinstance(error, ValueError) and "not enough memory for features of 40" in str(error)
+
+    monkeypatch.setattr(knn, "embed", embed)
+    threads = []  # of which the first to look is asked to stop
+    monkeypatch.setattr(
+        waiting, "asked_to_stop", lambda: threads.append(threading.get_ident()) or threads[0] == threads[-1]
+    )
+    assert all(isinstance(error, waiting.Stopped) for error in on_threads(3, scores))
 
 
 def full(*_):
