@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_map_only
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Writes a file so that a crash at any moment leaves the old or the new one, whole."""
-    with _replacing(path) as partial:
+    with replacing(path) as partial:
         partial.write_bytes(data)
 
 
@@ -43,7 +43,7 @@ def save(folder: Path, step: int, state: dict[str, Any], *, last: int, every: in
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{step:08d}.pt"
-    with _replacing(path) as partial, partial.open("wb") as file:
+    with replacing(path) as partial, partial.open("wb") as file:
         try:
             torch.save(state, file)
         except (OSError, RuntimeError) as error:  # torch's writer covers up an OSError when it closes
@@ -176,7 +176,7 @@ def _all(folder: Path) -> list[Path]:
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path) -> Iterator[Path]:
     """A partial file beside ``path`` that takes its name, safely on disk, when the block ends without an error."""
     partial = path.with_name(path.name + ".partial")
     try:

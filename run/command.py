@@ -32,11 +32,13 @@ def answer(program: str, parse: Callable[[list[str]], Any]) -> None:
 
 
 def parse(
-    program: str, recipes: dict[str, Options], arguments: list[str], *, own_data: Callable[[Options], bool]
-) -> Options:
-    """The config of a command line: the recipe that it names ("toy" if none), what the file of ``--config`` says, and
-    what it says itself; each goes before those named earlier. ValueError, OSError for what is wrong in one of them, and
-    where a config is one of ``own_data`` without a recipe: that of the generated data is seldom meant."""
+    program: str, recipes: dict[str, Options] | Options, arguments: list[str], *,
+    own_data: Callable[[Options], bool] | None = None,
+) -> Options:  # fmt: skip
+    """The config of a command line: the recipe that it names ("toy" if none; of a program without recipes, its config
+    in their place), what the file of ``--config`` says, and what it says itself; each goes before those named earlier.
+    ValueError, OSError for what is wrong in one of them, and where a config is one of ``own_data`` without a recipe:
+    that of the generated data is seldom meant."""
     import tyro
 
     for before, word in zip([program, *arguments], arguments, strict=False):
@@ -49,13 +51,16 @@ def parse(
     if "--version" in arguments:
         print(f"aps-pretrain {__version__}")
         sys.exit()
-    given = _read(expanded(Path(named.config)), recipes["toy"].PROGRAM) if named.config else {}
-    recipe = named.recipe or given.get("recipe", "toy")
-    if recipe not in recipes:
-        raise ValueError(f"--recipe {recipe}: expected one of {', '.join(recipes)}")
-    default = recipes[recipe]
+    default = recipes["toy"] if isinstance(recipes, dict) else recipes
+    given = _read(expanded(Path(named.config)), default.PROGRAM) if named.config else {}
+    chosen = {}
+    if isinstance(recipes, dict):
+        recipe = named.recipe or given.get("recipe", "toy")
+        if recipe not in recipes:
+            raise ValueError(f"--recipe {recipe}: expected one of {', '.join(recipes)}")
+        default, chosen = recipes[recipe], {"recipe": recipe}
     if given:
-        default = _with(default, given | {"recipe": recipe}, f"--config {named.config}")
+        default = _with(default, given | chosen, f"--config {named.config}")
     found = tyro.cli(
         tyro.conf.OmitArgPrefixes[_grouped(default)], prog=program, args=arguments,
         description=inspect.getdoc(type(default)),
@@ -63,7 +68,7 @@ def parse(
     values = {name: value for group in vars(found).values() for name, value in vars(group).items()}
     own = {field.name for field in dataclasses.fields(_Own)}
     config = _with(default, {name: value for name, value in values.items() if name not in own}, program)
-    if own_data(config) and not named.recipe and "recipe" not in given:
+    if own_data and own_data(config) and not named.recipe and "recipe" not in given:
         raise ValueError(f"--recipe is missing; expected, for data of your own, one of {', '.join(recipes)}")
     return config
 

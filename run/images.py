@@ -72,12 +72,16 @@ def open_data(
 
 
 def _scan(config: ImagesConfig, ranks: Ranks, what: str, data: Path, cache: Path | None) -> Index:
-    """The index of ``data``, in a file that all ranks can read; how far the scan is is shown."""
+    shared = None if config.dry_run else config.output / "index" / f"{what}.index"
+    return scanned(data, ranks, cache=cache, trust=config.trust_index, shared=shared)
+
+
+def scanned(data: Path, ranks: Ranks, *, cache: Path | None, trust: bool, shared: Path | None) -> Index:
+    """The index of ``data``, on rank 0, as of ``Index.scan``; how far it is is shown. Where there are ranks on other
+    machines it is left in ``shared``, a file that they see."""
     with shown(str(data), "reading headers") as progress:
-        index = Index.scan(data, cache=cache, trust=config.trust_index, progress=progress)
-    shared = config.output / "index" / f"{what}.index"
-    elsewhere = ranks.count > ranks.local_count and cache != shared.parent
-    if elsewhere and not config.dry_run:  # other nodes see the output folder
+        index = Index.scan(data, cache=cache, trust=trust, progress=progress)
+    if shared and ranks.count > ranks.local_count and cache != shared.parent:
         index.keep(shared)
         index = Index.kept(shared, index.root) or index
     return index

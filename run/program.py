@@ -53,8 +53,11 @@ def _printed() -> bool:
     return True
 
 
-def run(program: str, main: Callable[[list[str]], None]) -> None:
-    """Calls ``main`` with the command line; what ends a run is said in one line, with an exit code other than 0."""
+def run(
+    program: str, main: Callable[[list[str]], None], *, goes_on: str = GOES_ON, smaller: str = "--batch-size"
+) -> None:
+    """Calls ``main`` with the command line; what ends a run is said in one line, how it ``goes_on`` and what has to be
+    ``smaller`` where memory is not enough, with an exit code other than 0."""
     for number in (signal.SIGTERM, signal.SIGINT):  # SIGTERM as Ctrl-C, where no step is to be finished
         signal.signal(number, signal.default_int_handler)
     atexit.register(gc.freeze)  # at its end Python would look through all modules for what to free: 1.8 s, now 0.2
@@ -69,18 +72,18 @@ def run(program: str, main: Callable[[list[str]], None]) -> None:
         where = ""
         if error.errno in DISK and not error.filename:
             where = " in the output folder" if _printed() else " on standard output"
-        sys.exit(f"{program}: {error}{where}; what was saved before is intact, and {GOES_ON}")
+        sys.exit(f"{program}: {error}{where}; what was saved before is intact, and {goes_on}")
     except (RuntimeError, MemoryError) as error:
         if out_of_memory(error):
             said = "".join(str(error).strip().splitlines()[:1])
-            sys.exit(f"{program}: out of memory ({said:.120}); a smaller --batch-size takes less, and {GOES_ON}")
+            sys.exit(f"{program}: out of memory ({said:.120}); a smaller {smaller} takes less, and {goes_on}")
         # torch has no class of its own for what the end of another rank does to a collective of gloo.
         if not (isinstance(error, distributed.DistBackendError) or "/gloo/" in str(error)):
             raise
         said = str(error).splitlines()[0].split("] ", 1)[-1]
-        sys.exit(f"{program}: most likely another rank has ended ({said:.80}); {GOES_ON}")
+        sys.exit(f"{program}: most likely another rank has ended ({said:.80}); {goes_on}")
     except KeyboardInterrupt:
-        print(f"{program}: interrupted; {GOES_ON}", file=sys.stderr)
+        print(f"{program}: interrupted; {goes_on}", file=sys.stderr)
         sys.exit(STOPPED)
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # no traceback out of an exit handler; a checkpoint is never torn

@@ -13,7 +13,7 @@ ARROWS = {
     "transfer": {"kernels", "pipeline", "model", "run"},
     "bench": {"kernels", "pipeline", "model", "run", "transfer"},
 }
-PROGRAMS = {"train", "finetune", "detect"}
+PROGRAMS = {"train", "finetune", "detect", "embed"}
 
 
 def imported(path: Path) -> set[str]:
@@ -47,7 +47,7 @@ def test_importing_does_nothing():
     """No CUDA context, no warning, no thread, no argument parser, no change of torch's random state."""
     code = (
         "import sys, threading, torch; state = torch.random.get_rng_state();"
-        "import train, finetune, detect, run.preview, transfer.detection.scenes, transfer.probe;"
+        "import train, finetune, detect, embed, run.preview, transfer.detection.scenes, transfer.probe;"
         "assert torch.equal(state, torch.random.get_rng_state());"
         "assert not torch.cuda.is_initialized() and threading.active_count() == 1;"
         "assert not {'tyro', 'pycocotools'} & set(sys.modules)"

@@ -4,16 +4,22 @@ Each command is run with words of this test in place of its names of folders, an
 what CI begins with; what only a cluster has is read by the programs' parsers and not run.
 """
 
+import json
 import re
 import shlex
 from importlib import import_module
 from itertools import chain, pairwise
+from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
+import torch
+import torch.nn.functional as F
 from conftest import ROOT, SMALL, run_program
 
 import detect
+import embed
 import finetune
 import train
 from bench.__main__ import SUBJECTS
@@ -22,7 +28,7 @@ from transfer.detection.scenes import make_scenes
 PAGES = {path: path.read_text() for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
 TEXT = "\n".join(PAGES.values())
 BLOCKS = [block.replace("\\\n", " ") for block in re.findall(r"```bash\n(.*?)```", TEXT, re.S)]
-PROGRAMS = {"train.py": train, "finetune.py": finetune, "detect.py": detect}
+PROGRAMS = {"train.py": train, "finetune.py": finetune, "detect.py": detect, "embed.py": embed}
 TUNE = (
     "--device", "cpu", "--precision", "float32", "--threads", "1", "--batch-size", "12", "--epochs", "1",
     "--warmup-epochs", "0.5",
@@ -30,6 +36,7 @@ TUNE = (
 IN_SMALL = {  # what is added to a command
     "train.py": (*SMALL, "--patch-size", "8", "--model", "vit_tiny_patch16_224", "--max-steps", "4"),
     "finetune.py": (*TUNE, "--image-size", "32", "--max-steps", "2"),
+    "embed.py": ("--device", "cpu", "--threads", "1"),
     "detect.py": (
         "--device", "cpu", "--image-size", "64", "--window", "2", "--width", "8", "--batch-size", "4", "--proposals",
         "16", "--workers", "0", "--max-steps", "1",
@@ -55,9 +62,10 @@ def places(photos, undisturbed, tmp_path_factory):
     """{word of the pages: what stands for it}."""
     folder = tmp_path_factory.mktemp("newcomer")
     found = {name: photos for name in ("IMAGES", "TRAIN", "VAL", "FOLDER")}
-    found |= {name: folder / name for name in ("RUN", "TUNED", "SCRATCH", "DETECTOR", "FURTHER", "sheet.png")}
+    names = "RUN", "TUNED", "SCRATCH", "DETECTOR", "FURTHER", "sheet.png", "features.npy"
+    found |= {name: folder / name for name in names}
     found["OTHER_RUN"], _ = undisturbed
-    return {name: str(path) for name, path in found.items()} | {"IMAGE": str(next(photos.glob("*/*.jpg")))}
+    return {name: str(path) for name, path in found.items()} | {"IMAGE": str(photos / "a/00.jpg")}
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of pycocotools
@@ -92,7 +100,10 @@ def test_a_newcomer_runs_every_command(places, tmp_path_factory, monkeypatch, ca
     snippet = re.search(r"```python\n(.*?)```", TEXT, re.S)[1].replace("RUN", places["RUN"])
     loaded = {}
     exec(snippet.replace("IMAGE", places["IMAGE"]), loaded)
-    assert loaded["features"].shape == (1, 192)
+    rows, names = np.load(places["features.npy"]), Path(places["features.npy"]).with_suffix(".jsonl").read_text()
+    row = [json.loads(line)["path"] for line in names.splitlines()].index("a/00.jpg")
+    assert loaded["features"].shape == (1, 192) and len(rows) == 48
+    assert F.cosine_similarity(loaded["features"], torch.from_numpy(rows[row])[None]) > 0.99
 
 
 def test_other_commands_are_understood():

@@ -4,7 +4,7 @@ The work is divided among the ranks of a run: each embeds every so many-th batch
 keeps its part of the bank. Queries go round in pieces, the nearest of each rank's part come back.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -44,11 +44,30 @@ def features(encoders: Sequence, index: Index, samples: np.ndarray, **how) -> tu
 
 @torch.inference_mode()
 def embed(
+    encoders: Sequence, index: Index, samples: np.ndarray, *, device, **how
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Normalised features of whole images, one float32 [n, D] per encoder, their labels and their numbers in the index,
+    int64 [n], on the device. ``how``: as of ``batches``."""
+    # In one piece from the start: small results kept between large temporaries fragment the heap, by a gigabyte.
+    found = [torch.empty(len(samples), encoder.num_features, device=device) for encoder in encoders]
+    labels, numbers = (torch.empty(len(samples), dtype=torch.int64, device=device) for _ in range(2))
+    count = 0
+    for features, label, sample in batches(encoders, index, samples, device=device, **how):
+        here = slice(count, count + len(label))
+        for rows, part in zip(found, features, strict=True):
+            rows[here] = F.normalize(part, dim=1)
+        labels[here], numbers[here] = label, sample
+        count += len(label)
+    return [rows[:count] for rows in found], labels[:count], numbers[:count]
+
+
+@torch.inference_mode()
+def batches(
     encoders: Sequence, index: Index, samples: np.ndarray, *, mean, std, device, threads: int, bad=None, record=None,
     progress: Callable[[int, int], None] | None = None,
-) -> tuple[list[Tensor], Tensor, Tensor]:  # fmt: skip
-    """Normalised features of whole images, one float32 [n, D] per encoder, their labels and their numbers in the index,
-    int64 [n], on the device.
+) -> Iterator[tuple[list[Tensor], Tensor, Tensor]]:  # fmt: skip
+    """Features of whole images as the encoders give them, batch by batch: one float32 [b, D] per encoder, labels and
+    numbers in the index, int64 [b], on the device.
 
     Each image is decoded once for all encoders; those that cannot be decoded are left out and noted in ``bad`` {sample:
     reason}. ``record``: as of ``pipeline.evaluation_batches``. ``progress`` is told how many images of all are done.
@@ -56,34 +75,28 @@ def embed(
     height, width = encoders[0].patch_embed.grid_size
     training = [encoder.training for encoder in encoders]
     patch = encoders[0].patch_embed.patch_size[0]
-    # In one piece from the start: small results kept between large temporaries fragment the heap, by a gigabyte.
-    found = [torch.empty(len(samples), encoder.num_features, device=device) for encoder in encoders]
-    labels, numbers = (torch.empty(len(samples), dtype=torch.int64, device=device) for _ in range(2))
     count = 0
     for encoder in encoders:
         encoder.eval()
-    batches = evaluation_batches(
+    decoded = evaluation_batches(
         index, samples, image_size=height * patch, batch_size=_BATCH, device=device, threads=threads, bad=bad,
         record=record,
     )  # fmt: skip
     half = device.type == "cuda"
     try:
-        for images, sample, label in batches:
+        for images, sample, label in decoded:
             everything = torch.arange(height * width, dtype=torch.int32, device=device).expand(len(images), -1)
             dtype = torch.bfloat16 if half else torch.float32
             patches = gather_patches(images, everything, patch=patch, mean=mean, std=std, dtype=dtype)
-            here = slice(count, count + len(label))
             with torch.autocast(device.type, torch.bfloat16, enabled=half):
-                for encoder, rows in zip(encoders, found, strict=True):
-                    rows[here] = F.normalize(encode(encoder, patches, everything).float(), dim=1)
-            labels[here], numbers[here] = label, sample
+                features = [encode(encoder, patches, everything).float() for encoder in encoders]
             count += len(label)
             if progress:
                 progress(count, len(samples))
+            yield features, label, sample
     finally:
         for encoder, mode in zip(encoders, training, strict=True):
             encoder.train(mode)
-    return [rows[:count] for rows in found], labels[:count], numbers[:count]
 
 
 @torch.inference_mode()
@@ -222,6 +235,13 @@ def _share(samples, ranks):
     """Those of this rank: every so many-th batch, which so holds the same images for any number of ranks."""
     firsts = range(ranks.rank * _BATCH, len(samples), ranks.count * _BATCH)
     return np.concatenate([samples[:0], *(samples[first : first + _BATCH] for first in firsts)])
+
+
+def stretch(images: int, ranks: Ranks) -> np.ndarray:
+    """The samples of this rank where each has some that follow on each other, in the batches of one rank alone."""
+    batches = -(-images // _BATCH)
+    first, last = (min(images, batches * rank // ranks.count * _BATCH) for rank in (ranks.rank, ranks.rank + 1))
+    return np.arange(first, last)
 
 
 def _merged(parts):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import run_program
 
+from embed import EmbedConfig
 from run import command
 from run.recipes import RECIPES, Config
 from transfer.detection.recipes import DetectionConfig
@@ -15,7 +16,8 @@ from transfer.recipes import TUNE_RECIPES, TuneConfig
 
 
 def parse(*words, recipes=RECIPES):
-    return command.parse("a.py", recipes, list(words), own_data=lambda config: config.data is not None)
+    own_data = (lambda config: config.data is not None) if isinstance(recipes, dict) else None
+    return command.parse("a.py", recipes, list(words), own_data=own_data)
 
 
 def test_a_recipe_wherever_it_stands_gives_the_defaults(capsys):
@@ -89,13 +91,23 @@ def test_files_and_folders_that_are_not_there(tmp_path):
         parse("--output", "~nosuch/run")
 
 
-@pytest.mark.parametrize("kind", [Config, TuneConfig, DetectionConfig])
+def test_a_program_without_recipes(tmp_path, capsys):
+    written = tmp_path / "a.toml"
+    written.write_text('encoder = "x"\nthreads = 3\ndata = "y"')
+    config = parse("--config", str(written), "--threads", "2", recipes=EmbedConfig(device="cpu"))
+    assert config == EmbedConfig(encoder=Path("x"), data=Path("y"), threads=2, device="cpu")
+    with pytest.raises(SystemExit):
+        parse("--recipe", "toy", recipes=EmbedConfig())
+    assert "--recipe" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", [Config, TuneConfig, DetectionConfig, EmbedConfig])
 def test_every_option_stands_in_one_group_and_is_explained(kind):
     names = [field.name for field in dataclasses.fields(kind) if field.name != "augmentation"]
     assert Counter(name for group in kind.GROUPS.values() for name in group) == Counter(names)
     says = command.documented(kind)
     assert all(says[name] for name in names)
-    if kind is not DetectionConfig:
+    if "augmentation" in {field.name for field in dataclasses.fields(kind)}:
         augmentation = type((TUNE_RECIPES | RECIPES)["toy"].augmentation)
         assert all(command.documented(augmentation).values())
 
@@ -111,7 +123,8 @@ class Watch:  # what Ctrl-C does when the first package of the project is import
             print("Ctrl-C:", signal.getsignal(signal.SIGINT).name)
 
 sys.meta_path.insert(0, Watch)
-for program, words in (("train", ["--help"]), ("finetune", ["--rat", "1"]), ("detect", ["--epochs", "0"])):
+for words in ("train --help", "finetune --rat 1", "detect --epochs 0", "embed --data x"):
+    program, *words = words.split()
     sys.argv = [f"{program}.py", *words]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.modules.pop("run", None)
@@ -123,5 +136,6 @@ print({"torch", "timm", "triton", "nvidia.dali"} & set(sys.modules))
 """
     done = run_program("-c", code)
     said = done.stdout.splitlines()
-    assert said[0] == "Ctrl-C: SIG_DFL" and said[-5:] == [*["Ctrl-C: SIG_DFL", "2"] * 2, "set()"]
+    assert said[0] == "Ctrl-C: SIG_DFL" and said[-7:] == [*["Ctrl-C: SIG_DFL", "2"] * 3, "set()"]
+    assert "embed.py: --encoder is missing; expected a run" in done.stderr
     assert "detect.py: --epochs 0.0: expected more than 0" in done.stderr
