@@ -28,6 +28,8 @@ class Clock:
         return self.now
 
     def sleep(self, seconds):
+        if not seconds:  # a look at whether to stop
+            return
         self.now += seconds
         self.pauses.append(seconds)
         then, self.then = self.then, None
