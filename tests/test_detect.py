@@ -125,7 +125,7 @@ def test_goes_on_where_it_was_bit_for_bit(scenes, tmp_path, one_thread, capsys):
         assert torch.equal(tensor, states[1]["detector"][name]), name
     clocked = ("images_per_second", "data_wait")
     a, b = ([{k: v for k, v in line.items() if k not in clocked} for line in lines(path)] for path in (whole, parts))
-    assert a == b and [line["step"] for line in a] == [3, 6, 9, 12, 12]
+    assert a == b and [line["step"] for line in a] == [1, 3, 6, 9, 12, 12]
 
     for more, why in ((("--lr", "0.5"), "lr 0.0005 there and 0.5 now"), (("--seed", "1"), "seed 0 there")):
         with pytest.raises(SystemExit) as ended:
@@ -202,7 +202,7 @@ def test_folders_of_other_programs_and_other_data_are_refused(undisturbed, photo
         (("--window", "5"), "--window 5 does not divide the 8 x 8 patches"),
         (("--encoder", "nowhere"), "nowhere does not exist"),
         (("--model", "resnet18"), "--model resnet18"),
-        (("--batch-size", "1000"), "--batch-size 1000: expected a multiple of the 1 ranks and at most 160"),
+        (("--batch-size", "1000"), "less than one batch of 1,000; expected more of them, or --batch-size 160 and, in"),
         (("--eval-images", "{images}"), "of 32 files cannot be used, at most 20 may"),
         (("--scale", "2", "1"), "--scale"),
         (("--lr", "nan"), "--lr nan: expected 0 or more"),
