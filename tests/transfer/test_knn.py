@@ -10,6 +10,7 @@ from conftest import photo
 
 from model import create_encoder
 from pipeline import Index, waiting
+from run.ranks import Ranks
 from transfer import knn
 
 
@@ -45,6 +46,13 @@ def test_subset_is_spread_over_the_labelled_images():
     chosen = knn.subset(index, 8)
     assert len(set(chosen)) == 8 and sorted(index.labels[chosen]) == [0, 0, 1, 1, 2, 2, 3, 3]
     assert knn.subset(index, 1000).tolist() == list(range(20, 100))
+
+
+def test_a_stretch_is_whole_batches_that_follow_on_each_other():
+    for images, ranks in ((0, 2), (1, 3), (64, 2), (145, 2), (1000, 7)):
+        parts = [knn.stretch(images, Ranks(rank, ranks, ranks, torch.device("cpu"))) for rank in range(ranks)]
+        assert np.array_equal(np.concatenate(parts), np.arange(images))
+        assert not any(part[0] % knn._BATCH for part in parts if len(part))
 
 
 class InThreads:
