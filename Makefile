@@ -8,7 +8,7 @@ demo: .venv/installed  ## set up, then pretrain, evaluate and export on the embe
 	@$(BIN)/python train.py --recipe toy --knn-every 1 --output runs/demo
 	@echo '[2/2] What the encoder attends to, and which images it takes for alike.'
 	@$(BIN)/python -m bench attention runs/demo runs/toy-data/test/[sw]*/0000.jpg --bank runs/toy-data/train \
-		--image-size 128 --output runs/demo/attention.png
+		--output runs/demo/attention.png
 	@echo "$$NEXT"
 
 define NEXT
