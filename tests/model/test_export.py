@@ -139,7 +139,7 @@ def test_what_was_not_measured_is_said(tmp_path):
     exported(tmp_path / "tuned", classes=("cat", "dog"))
     card = (tmp_path / "tuned" / "README.md").read_text()
     assert "fine-tuned on 2 classes" in card and "on 32 evaluation images at the end of the last epoch: top-1" in card
-    assert "started from | method APS, recipe toy, steps 1200, images 48 |" in card and "**81.2 %**" in card
+    assert "started from | method APS, recipe toy, steps 1200, images 48 |" in card and "**81.2 +- 6.9 %**" in card
 
 
 def test_a_folder_is_replaced_and_what_else_is_in_it_stays(tmp_path, monkeypatch):

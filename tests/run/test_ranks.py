@@ -97,7 +97,7 @@ def test_two_ranks_agree(tmp_path):
                 raise SystemExit("nothing was raised")
             except error as found:
                 assert str(found) == "wrong"
-        stop = StopRequest(ranks)
+        stop = StopRequest(ranks, print)
         assert not stop.agreed(1)
         stop.asked = 1.0 * rank
         assert stop.agreed(2) and stop.agreed(0)
