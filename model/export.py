@@ -12,7 +12,9 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 # What the card leaves out of a run's options: where things lie, and what the weights do not depend on.
-UNTOLD = ("data", "eval_data", "output", "device", "threads", "resume", "index_cache", "encoder")
+UNTOLD = (
+    "data", "eval_data", "output", "device", "threads", "resume", "index_cache", "trust_index", "dry_run", "encoder",
+)  # fmt: skip
 KNN = ("knn_bank", "knn_queries", "knn_untrained", "knn_start", "knn_trained")
 
 
