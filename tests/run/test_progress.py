@@ -288,9 +288,10 @@ def screens(raw):
 def test_a_terminal_of_80_columns_has_what_matters_and_one_of_120_more(tmp_path):
     """In a pseudo-terminal: lines stay above the bar, which fits its width and is gone when there is another."""
     master, slave = pty.openpty()
+    env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}  # go before its size
     process = subprocess.Popen(
         [sys.executable, "-c", TERMINAL, tmp_path], cwd=ROOT, stdin=slave, stdout=slave, stderr=slave,
-        env=os.environ | {"TERM": "xterm", "PYTHONPATH": "."},
+        env=env | {"TERM": "xterm", "PYTHONPATH": "."},
     )  # fmt: skip
     os.close(slave)
     raw = b""
