@@ -1,5 +1,6 @@
 """What several test files share: images on disk, ranks in processes of their own, and the GPU marker."""
 
+import contextlib
 import json
 import os
 import socket
@@ -122,16 +123,31 @@ def bucket(server) -> Bucket:
     return server
 
 
-def run_program(*arguments, check: int | None = 0, ranks: int = 1, **environment) -> subprocess.CompletedProcess:
-    """``python`` or ``torchrun`` with a program of the repository, from its root, on the CPU with one thread a rank."""
-    launcher = [sys.executable]
-    if ranks > 1:
-        port = str(free_port())
+def run_program(
+    *arguments, check: int | None = 0, ranks: int = 1, nodes: tuple[Path, ...] = (), **environment
+) -> subprocess.CompletedProcess:
+    """``python`` or ``torchrun`` with a program of the repository, from its root, on the CPU with one thread a rank.
+
+    ``nodes``: instead so many launchers with so many ranks each, as if on machines of their own: each works in one of
+    these folders, where its caches are, at a path that for the others leads to their own. The last one is returned.
+    """
+    launcher, port, where = [sys.executable], str(free_port()), [(ROOT, {})]
+    if nodes:
+        launcher += ["-m", "torch.distributed.run", "--nnodes", str(len(nodes)), "--nproc-per-node", str(ranks)]
+        launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+        where, arguments = (
+            [(node, {"XDG_CACHE_HOME": "/proc/self/cwd"}) for node in nodes],
+            (ROOT / arguments[0], *arguments[1:]),
+        )
+    elif ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", port]
-    done = subprocess.run(
-        [*launcher, *map(str, arguments)],
-        cwd=ROOT, capture_output=True, text=True, timeout=300, env=os.environ | ONE_THREAD | environment,
-    )  # fmt: skip
+    command, environment = [*launcher, *map(str, arguments)], os.environ | ONE_THREAD | environment
+    with contextlib.ExitStack() as stack:
+        for folder, cache in where[:-1]:
+            other = subprocess.Popen(command, cwd=folder, env=environment | cache, stdout=subprocess.DEVNULL)
+            stack.callback(other.wait, 300)
+        folder, cache = where[-1]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, env=environment | cache)
     if check is not None:
         assert done.returncode == check, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done

@@ -55,10 +55,15 @@ def test_sharded_ranks_train_as_others_do_and_their_state_goes_anywhere(tmp_path
     )
 
 
-def test_a_sharded_run_can_be_continued_by_one_process(photos, tmp_path):
+def test_a_sharded_run_of_two_nodes_can_be_continued_by_one_process(photos, tmp_path):
+    """Nodes that see the images and the output folder, and not each other's caches."""
+    nodes = tmp_path / "a", tmp_path / "b"
+    for node in nodes:
+        node.mkdir()
     more = "--ema", "0.9", "--clip", "norm", "--lr", "1e-4"
     often = "--eval-data", photos, "--knn-every", "0.5"
-    train(photos, tmp_path / "run", "--fsdp", "--max-steps", "10", *often, *more, ranks=2)
+    train(photos, tmp_path / "run", "--fsdp", "--max-steps", "10", *often, *more, nodes=nodes)
+    assert len(list(tmp_path.glob("[ab]/aps/*.index"))) == 1, "only one of them scans"
     said = train(photos, tmp_path / "run", "--max-steps", "14", *often, *more).stdout
     assert "steps 11 to 14" in said
     train(photos, tmp_path / "one", "--max-steps", "14", *often, *more)
