@@ -80,9 +80,9 @@ def table(folder: Path) -> list[dict]:
     return rows
 
 
-def conclusions(rows: list[dict]) -> dict:
+def conclusions(d: dict) -> dict:
     found, panels = [], {}
-    for row in rows:
+    for row in d["rows"]:
         spread = "" if row["spread"] is None else f" +- {row['spread']:.1f}"
         more = [f"draws: {row['draws']}"] + ([f"{row['epochs']} epochs"] if row["epochs"] else [])
         found.append(finding(f"{row['labels']} labels a class: {row['method']}", f"{row['top1']:.1f} %{spread}", *more))
@@ -136,7 +136,7 @@ def main(arguments: list[str]) -> int:
     if not rows:
         print(f"bench labels: no complete run in {options.runs}", file=sys.stderr)
         return 2
-    environment.save(options, {"command": "bench/labels.sh", "rows": rows} | conclusions(rows))
+    environment.save(options, {"command": "bench/labels.sh", "rows": rows} | conclusions({"rows": rows}))
     environment.print_table(rows)
     if options.plot is not None:
         draw(rows, options.plot)
