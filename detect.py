@@ -82,9 +82,11 @@ def main(arguments: list[str]) -> None:
 def score(config: DetectionConfig, detector, evaluation, loop: Loop) -> None:
     """Average precision, said and recorded; all detections go to ``detections.json``. For all ranks."""
     loop.say(f"looking for objects in {len(evaluation):,} images, for the average precision")
-    figures, results, unread = evaluate(
-        detector, evaluation, size=config.image_size, workers=processes(config, loop.ranks), ranks=loop.ranks
-    )
+    with loop.shown("average precision", "looking for objects") as progress:
+        figures, results, unread = evaluate(
+            detector, evaluation, size=config.image_size, workers=processes(config, loop.ranks), ranks=loop.ranks,
+            progress=progress,
+        )  # fmt: skip
     if unread:
         reasons = ((evaluation.paths[position], reason) for position, reason in unread.items())
         loop.say(f"{len(unread):,} images cannot be read, nothing is found in them: {named(reasons)}")

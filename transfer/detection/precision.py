@@ -2,7 +2,7 @@
 
 import contextlib
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,14 +22,16 @@ RECALLS = ("AR1", "AR10", "AR100", "AR_small", "AR_medium", "AR_large")
 
 
 def evaluate(
-    detector: nn.Module, data: CocoData, *, size: int, workers: int, ranks: Ranks
-) -> tuple[dict[str, float | None], list[dict[str, Any]], dict[int, str]]:
+    detector: nn.Module, data: CocoData, *, size: int, workers: int, ranks: Ranks,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[dict[str, float | None], list[dict[str, Any]], dict[int, str]]:  # fmt: skip
     """The figures of ``average_precision`` (on rank 0, nothing elsewhere), the detections in COCO's format of results,
     and {position: reason} of images that cannot be read, in which nothing is found. Each counts once over all ranks;
-    ``size``: pixels of the longer side as the detector sees it. For all ranks."""
-    device = ranks.device
+    ``size``: pixels of the longer side as the detector sees it. ``progress`` is told how many images of all are done on
+    this rank. For all ranks."""
+    device, mine, done = ranks.device, range(ranks.rank, len(data), ranks.count), 0
     loader = DataLoader(
-        EvaluationImages(data, size=size), batch_size=BATCH, sampler=range(ranks.rank, len(data), ranks.count),
+        EvaluationImages(data, size=size), batch_size=BATCH, sampler=mine,
         num_workers=workers, worker_init_fn=apart, collate_fn=list, pin_memory=device.type == "cuda",
     )  # fmt: skip
     categories, results, bad = list(data.categories), [], {}
@@ -37,12 +39,14 @@ def evaluate(
     for batch in loader:
         bad |= {position: reason for position, image, reason in batch if image is None}
         read = [(data.images[position], image.to(device)) for position, image, _ in batch if image is not None]
-        if not read:
-            continue
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            found = detect(detector, [image for _, image in read], [about[2:] for about, _ in read])
-        for (about, _), one in zip(read, found, strict=True):
-            results += as_results(one, about[0], categories)
+        if read:
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                found = detect(detector, [image for _, image in read], [about[2:] for about, _ in read])
+            for (about, _), one in zip(read, found, strict=True):
+                results += as_results(one, about[0], categories)
+        done += len(batch)
+        if progress:
+            progress(done, len(mine))
     parts = ranks.gather((results, bad))
     results = [one for part, _ in parts for one in part]
     bad = {position: reason for _, part in parts for position, reason in part.items()}

@@ -52,14 +52,21 @@ def new_detector(config: DetectionConfig, categories: int) -> tuple[nn.Module, d
 
 
 def new_optimizer(config: DetectionConfig, detector: nn.Module) -> torch.optim.AdamW:
-    """AdamW; the learning rate of each of its groups is to be multiplied with the "lr_scale" there."""
+    """AdamW; the learning rate of each of its groups is to be multiplied with the "lr_scale" there.
+
+    By the rule of ViTDet's code (detectron2, ``get_vit_lr_decay_rate``): what is in no block and no embedding, so the
+    encoder's last norm too, learns at the full rate. The class token, which that code does not have, is an embedding.
+    """
     vit, decay = detector.backbone.vit, config.weight_decay
     groups = param_groups_layer_decay(
         vit, weight_decay=decay, no_weight_decay_list=vit.no_weight_decay(), layer_decay=config.layer_decay
     )
-    for group in groups:
-        group["lr_scale"] *= config.layer_decay  # timm takes the last block for the top layer; that is the heads here
+    norm = dict.fromkeys(vit.norm.parameters())
     rest = [parameter for name, parameter in detector.named_parameters() if not name.startswith("backbone.vit.")]
+    rest += norm
+    for group in groups:  # to timm the last block is the top layer, and the norm a part of it; here the heads are
+        group["lr_scale"] *= config.layer_decay
+        group["params"] = [parameter for parameter in group["params"] if parameter not in norm]
     for flat in (False, True):  # biases and norms have one dimension
         some = [parameter for parameter in rest if (parameter.ndim < 2) == flat]
         groups.append({"params": some, "weight_decay": 0.0 if flat else decay, "lr_scale": 1.0})

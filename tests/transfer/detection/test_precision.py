@@ -56,8 +56,9 @@ def test_each_image_is_looked_at_once(tmp_path, monkeypatch):
         position: image for position, image, _ in map(precision.EvaluationImages(data, size=48).__getitem__, range(20))
     }
     network = torch.nn.Linear(1, 1)
-    how = {"size": 48, "workers": 0}
+    how, told = {"size": 48, "workers": 0, "progress": lambda *done: told.append(done)}, []
     figures, results, bad = evaluate(network, data, **how, ranks=Ranks(0, 1, 1, torch.device("cpu")))
+    assert told == [(done, 20) for done in (4, 8, 12, 16, 20)], "images that cannot be read are done too"
     assert sorted(shown) == [n for n in range(20) if n not in bad] and sorted(bad) == [3, 8, 10, 12, 14, 16, 18]
     assert len(results) == sum(len(data.objects(n)) for n in shown)
     assert {one["image_id"] for one in results} == {data.images[n][0] for n in shown if data.objects(n)}

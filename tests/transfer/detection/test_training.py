@@ -126,7 +126,7 @@ def test_learning_rates_by_layer_and_step():
     for name, power, decay in (
         (vit + "patch_embed.proj.weight", 13, 0.1), (vit + "cls_token", 13, 0),
         (vit + "blocks.0.attn.qkv.weight", 12, 0.1), (vit + "blocks.11.mlp.fc1.bias", 1, 0), (head + "weight", 0, 0.1),
-        (head + "bias", 0, 0), ("backbone.levels.0.0.weight", 0, 0.1),
+        (head + "bias", 0, 0), ("backbone.levels.0.0.weight", 0, 0.1), (vit + "norm.weight", 0, 0),
     ):  # fmt: skip
         assert of[id(trainable[name])] == (pytest.approx(0.7**power), decay), name
     rates = [learning_rate(config, step, 2700) / config.lr for step in (0, 9, 10, 2399, 2400, 2599, 2600, 2699)]
