@@ -78,7 +78,7 @@ class Tuning:
             vit, weight_decay=config.weight_decay, layer_decay=decay, no_weight_decay_list=vit.no_weight_decay()
         )
         # To timm the final norm is a part of the last block; to MAE (code release, util/lr_decay.py) of the classifier.
-        norm = set(vit.norm.parameters())
+        norm = dict.fromkeys(vit.norm.parameters())  # in their order, by which a checkpoint knows them
         groups = [group | {"params": [p for p in group["params"] if p not in norm]} for group in groups]
         groups.append({"params": list(norm), "weight_decay": 0.0, "lr_scale": 1.0})
         self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
