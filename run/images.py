@@ -100,9 +100,12 @@ def _known(config: ImagesConfig, ranks: Ranks, index: Index) -> dict[int, str]:
     found = {path: inflight.suspects(path, index.fingerprint, len(index)) for path in records}
     found = {path: batches for path, batches in found.items() if batches is not None}
     with contextlib.suppress(ValueError):  # in use by another process: opening the folder says so
-        if found and not config.dry_run:
+        if found:
             lock(config.output)
-            known.add(file, index, _killers(config, ranks, index, [batch for part in found.values() for batch in part]))
+            killers = _killers(config, ranks, index, [batch for part in found.values() for batch in part])
+            if config.dry_run:
+                return known.read(file, index) | killers
+            known.add(file, index, killers)
             for path in found:
                 path.unlink()
     return known.read(file, index)
@@ -119,7 +122,7 @@ def _killers(config: ImagesConfig, ranks: Ranks, index: Index, batches: list[lis
         print(f"the run before has ended without a word; what it was decoding was not tried: {error}", flush=True)
         return {}
     bad = {place[where]: reason for where, reason in by.items()}
-    these = f"these are left out from now on: {named((index.paths[s], why) for s, why in bad.items())}"
+    these = f"these are left out: {named((index.paths[s], why) for s, why in bad.items())}"
     tried = f"of the {len(place):,} images that it was decoding"
     print(f"the run before has ended without a word; {tried}, {these if bad else 'none ends a decoder'}", flush=True)
     return bad

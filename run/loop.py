@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from pipeline import TooManyBadFiles
 from pipeline.shown import shown
 from pipeline.waiting import Stopped
 
@@ -307,6 +308,8 @@ def running(
                 raise
             loop.stopped = True
             loop.save()
+        except TooManyBadFiles as error:
+            raise TooManyBadFiles(f"{error}; {config.output / 'rejected.jsonl'} names all of them") from None
         except TooManySkipped as error:
             raise TooManySkipped(f"{error}; {loop.write_skipped()} names the images") from None
         finally:  # also where too many are bad

@@ -65,7 +65,7 @@ def run(
         with quiet.decoder():
             main(sys.argv[1:])
     except TooManyBadFiles as error:
-        sys.exit(f"{program}: {error}; see rejected.jsonl. Repair the data or raise --max-bad")
+        sys.exit(f"{program}: {error}. Repair the data or raise --max-bad")
     except TooManySkipped as error:
         sys.exit(f"{program}: {error}. Lower --lr, or look at these images")
     except OSError as error:  # of the output folder: what is wrong with an image is none

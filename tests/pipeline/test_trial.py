@@ -1,5 +1,6 @@
 """Files that end the decoder, and the process with it: found by a run that comes after."""
 
+import dataclasses
 import io
 import os
 import shutil
@@ -114,6 +115,9 @@ def test_a_run_that_died_names_the_file_to_the_next_one(data, tmp_path, capsys):
     ended = subprocess.run(command, cwd=ROOT, stderr=subprocess.DEVNULL).returncode
     assert ended == -signal.SIGSEGV and place.exists()
     (tmp_path / "run" / "lock").touch()
+    _, bad, _ = open_data(dataclasses.replace(config, eval_data=None, dry_run=True), ALONE)
+    assert bad == {index.paths.index("b/17.jpg"): "ends the decoder: SIGSEGV"}, "a dry run tries them too"
+    assert place.exists() and not (tmp_path / "run" / "index").exists(), "and notes nothing"
     capsys.readouterr()
     for _ in range(2):  # once found it is known, with no checkpoint to remember it
         now, bad, tests = open_data(config, ALONE)

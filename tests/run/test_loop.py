@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pipeline import waiting
+from pipeline import TooManyBadFiles, waiting
 from run import checkpoint, progress
 from run.loop import Loop, planned, running
 from run.progress import TooManySkipped
@@ -263,6 +263,18 @@ def test_bad_files_are_remembered_but_for_those_that_had_changed(tmp_path):
     state = checkpoint.load(checkpoint.newest(tmp_path / "checkpoints")[0])
     assert state["bad"] == again.bad and state["step"] == 5
     assert json.loads(state["run"]) == json.loads((tmp_path / "config.json").read_text())
+
+
+@pytest.mark.parametrize("dry", [False, True])
+def test_too_many_bad_files_are_said_to_be_named_where_they_are(tmp_path, dry):
+    class Bad(Loader):
+        def batches(self, first, last):
+            raise TooManyBadFiles("21 of 50 images")
+
+    with pytest.raises(TooManyBadFiles, match="21 of 50 images") as error:
+        run(tmp_path, loader=Bad(), dry_run=dry)
+    file = tmp_path / "rejected.jsonl"
+    assert (str(file) in str(error.value)) == file.exists() == (not dry)
 
 
 def test_what_one_rank_finds_bad_all_know(tmp_path):

@@ -11,7 +11,7 @@ from run.progress import TooManySkipped
 from run.signals import STOPPED
 
 ENDS = [
-    (TooManyBadFiles("21 of 50 images cannot be used"), "a.py: 21 of 50 images cannot be used; see rejected.jsonl."),
+    (TooManyBadFiles("21 of 50 images cannot be used"), "a.py: 21 of 50 images cannot be used. Repair the data or"),
     (TooManySkipped("5 steps in a row"), "a.py: 5 steps in a row. Lower --lr"),
     (OSError(errno.ENOSPC, "No space left"), "a.py: [Errno 28] No space left in the output folder; what was saved"),
     (OSError(errno.ENOSPC, "No space left", "x.pt"), "a.py: [Errno 28] No space left: 'x.pt'; what was saved before"),
