@@ -3,6 +3,7 @@
 import argparse
 import ast
 import dataclasses
+import importlib
 import inspect
 import json
 import os
@@ -21,10 +22,15 @@ Options = TypeVar("Options")
 
 
 def answer(program: str, parse: Callable[[list[str]], Any]) -> None:
-    """Ends the process where the command line asks for help or is wrong. To be called before the imports that take
-    seconds."""
+    """Ends the process where the command line asks for help or is wrong, or where torch cannot be loaded (under a limit
+    of memory, for one). To be called before the imports that take seconds, the first of which is here."""
     try:
         parse(sys.argv[1:])
+        for package in ("torch", "triton"):
+            try:
+                importlib.import_module(package)
+            except (ImportError, OSError, MemoryError) as error:
+                raise OSError(f"{package} does not load ({error}); expected it installed, and enough memory") from None
     except (ValueError, OSError) as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"{program}: {error}", file=sys.stderr)

@@ -139,3 +139,10 @@ print({"torch", "timm", "triton", "nvidia.dali"} & set(sys.modules))
     assert said[0] == "Ctrl-C: SIG_DFL" and said[-7:] == [*["Ctrl-C: SIG_DFL", "2"] * 3, "set()"]
     assert "embed.py: --encoder is missing; expected a run" in done.stderr
     assert "detect.py: --epochs 0.0: expected more than 0" in done.stderr
+
+
+def test_without_memory_for_torch_a_program_ends_with_one_line():
+    """The limit is of addresses, of which the libraries of torch take more than a gigabyte."""
+    limited = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_AS, (10**9, 10**9)); sys.argv[1:] = []; "
+    done = run_program("-c", limited + "runpy.run_path('train.py', run_name='__main__')", check=2)
+    assert done.stderr.startswith("train.py: torch does not load (") and done.stderr.count("\n") == 1
