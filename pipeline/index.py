@@ -203,7 +203,8 @@ class Index:
           beside class folders get label -1. Hidden files and folders are passed over, links followed; the content
           decides what is an image, and a file that only its suffix calls one is listed in ``rejected``;
         - a folder of tar shards, one .tar, or a pattern such as ``shard-{000..123}.tar``: see ``shards.Shards``;
-        - the same of Parquet files, which are unpacked into ``cache`` (default: the user's): see ``parquet``;
+        - the same of Parquet files, which are unpacked into ``cache`` (default: the user's), and behind a # the column
+          of their labels, where it is not clear: see ``parquet``;
         - a list (.txt .tsv .lst .list), one path and label a line: see ``sources.TextList``.
 
         ``cache`` names a folder that keeps the result until a name, size or time of change below root differs (of a

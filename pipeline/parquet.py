@@ -6,8 +6,9 @@ therefore makes Arrow files of its own, as large, in a cache. Here each Parquet 
 indices, the same bytes with a header before each, and all that reads shards at random reads these.
 
 The images are the column ``image`` or, without one, the only one that holds bytes: binary, or a struct with a binary
-``bytes``. The label is the column ``label``, else ``cls``, else the only ClassLabel of ``datasets``, whose names stand
-in the schema: text, or an integer, which is a number of these names where there are any. Others have no label.
+``bytes``. The label is the column that is asked for or ``label``, else ``cls``, else the only ClassLabel of
+``datasets``, whose names stand in the schema: text, or an integer, which is a number of these names where there are
+any. Others have no label.
 """
 
 import contextlib
@@ -33,20 +34,22 @@ _VERSION = b"1"  # of what is made of a file
 
 
 def unpack(
-    root: Path, found: Sequence[Sequence[Any]], folder: Path, progress: Callable[[int, int, str], None] | None = None
-) -> tuple[dict[str, str], dict[str, str]]:
+    root: Path, found: Sequence[Sequence[Any]], folder: Path, progress: Callable[[int, int, str], None] | None = None,
+    label: str = "",
+) -> tuple[dict[str, str], dict[str, str]]:  # fmt: skip
     """Tars of the Parquet files ``found`` below ``root``, [name, bytes, mtime in ns] or [name, reason, None] each:
     {name: path of its tar}, and {name: reason} of those that cannot be read.
 
-    Row i is ``{i:08}.jpg``, whatever its format, with its class in ``.cls``. What is there already, of a file with the
-    same size and time of change, is taken. ValueError in one line where pyarrow, a column of images or room on the disk
-    is missing, OSError where a file cannot be opened for a reason that may pass or nothing be written. Rows that cannot
-    be read for such a reason are waited for. ``progress`` is told how many rows of all are unpacked.
+    Row i is ``{i:08}.jpg``, whatever its format, with its class in ``.cls``, from the column ``label`` if one is named.
+    What is there already, of a file with the same size and time of change, is taken. ValueError in one line where
+    pyarrow, a column of images, that of labels, or room on the disk is missing, OSError where a file cannot be opened
+    for a reason that may pass or nothing be written. Rows that cannot be read for such a reason are waited for.
+    ``progress`` is told how many rows of all are unpacked.
     """
     tars, bad = {}, {name: reason for name, reason, time in found if time is None}
     for name, size, time in found:
         if name not in bad:
-            path = hashlib.sha256(os.fsencode(root / name)).hexdigest()[:24]
+            path = hashlib.sha256(os.fsencode(root / name) + os.fsencode(label and f"#{label}")).hexdigest()[:24]
             stamp = hashlib.sha256(_VERSION + f" {size} {time}".encode()).hexdigest()[:8]
             tars[name] = folder / f"{path}-{stamp}.tar"
     with _alone(folder, not all(tar.exists() for tar in tars.values())) as alone:
@@ -54,7 +57,7 @@ def unpack(
         for name, tar in tars.items():
             if not tar.exists():
                 try:
-                    todo[name] = _Table(root / name)
+                    todo[name] = _Table(root / name, label)
                 except _Unreadable as error:
                     bad[name] = str(error)
         if todo:
@@ -134,16 +137,22 @@ class _Unreadable(Exception):
 class _Table:
     """The columns of a Parquet file that count; ValueError if it is not clear which these are."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, label: str):
         self.path = path
         with self._file() as file:
             schema, about = file.schema_arrow, file.metadata
             self.image = _choose(path, schema, "image", _of_bytes(schema), "the images")
             features = _features(schema)
             named = [name for name in schema.names if isinstance(features.get(name, {}).get("names"), list)]
-            label = next((name for name in ("label", "cls") if name in schema.names), None)
+            fitting = [field.name for field in schema if _is_label(field.type)]
+            if label and label not in fitting:
+                raise ValueError(
+                    f"{path}: no column {printable(label)} of integers or text, which labels are; expected one of "
+                    f"{', '.join(map(printable, fitting)) or 'none, as it has no such column'}"
+                )
+            label = label or next((name for name in ("label", "cls") if name in schema.names), None)
             self.label = label or (_choose(path, schema, "label", named, "the labels") if named else None)
-            self.label = self.label if self.label and _is_label(schema.field(self.label).type) else None
+            self.label = self.label if self.label in fitting else None
             self.names = features[self.label]["names"] if self.label in named else None
             self.rows = about.num_rows
             chunks = (
@@ -222,8 +231,9 @@ def _choose(path, schema, wanted, candidates, what):
         return wanted if wanted in candidates else candidates[0]
     if candidates:
         named = ", ".join(map(printable, candidates))
+        how = f", or DATA#{printable(candidates[0])} in place of DATA" if wanted == "label" else ""
         raise ValueError(
-            f"{path}: {len(candidates)} columns may be {what} ({named}); expected one, or one named {wanted}"
+            f"{path}: {len(candidates)} columns may be {what} ({named}); expected one, or one named {wanted}{how}"
         )
     there = ", ".join(f"{printable(field.name)} ({field.type})" for field in schema)
     raise ValueError(f"{path}: no column of bytes, which images are; got {there[:300] or 'none'}")

@@ -73,12 +73,12 @@ class Shards:
 class Unpacked(Shards):
     """Parquet files by the tars that they are unpacked into, see ``parquet``. An image is called FILE/ROW."""
 
-    def __init__(self, root, found, unreadable, folder, progress):
+    def __init__(self, root, found, unreadable=None, *, folder, progress, label):
         folder = folder or caches.place(None, None)
         if folder is None:
             raise ValueError(f"{root}: Parquet files are unpacked into the folder of indices; expected one to write to")
-        tars, bad = parquet.unpack(root, found, Path(folder).absolute() / "parquet", progress)
-        super().__init__(root, [stated(root, tar) for tar in tars.values()], unreadable | bad)
+        tars, bad = parquet.unpack(root, found, Path(folder).absolute() / "parquet", progress, label)
+        super().__init__(root, [stated(root, tar) for tar in tars.values()], (unreadable or {}) | bad)
         self.tables = list(tars)
 
     def state(self):

@@ -7,6 +7,7 @@ paths, stamps, images)`` is ``scan.read``. Images that are no files of their own
 the number of the shard in ``shards``, for the reader that ``Index.open`` returns.
 """
 
+import functools
 import glob
 import itertools
 import json
@@ -38,8 +39,19 @@ _LATER = -1  # in the place of a time: of a file that was not asked yet
 
 
 def find(root, folder=None, progress=None):
-    """The source that ``root`` names; ValueError or OSError in one line if there is none. ``folder``, of indices, and
-    ``progress``: for ``Unpacked``."""
+    """The source that ``root`` names, DATA or, of Parquet files, DATA#COLUMN for their labels; ValueError or OSError in
+    one line if there is none. ``folder``, of indices, and ``progress``: for ``Unpacked``."""
+    data, column = root, ""
+    if not root.exists() and "#" in str(root)[1:]:
+        data, _, column = str(root).rpartition("#")
+    unpacked = functools.partial(Unpacked, folder=folder, progress=progress, label=column)
+    source = _find(Path(data), unpacked)
+    if data is not root and not (column and isinstance(source, Unpacked)):
+        raise ValueError(f"{root} is not there; expected, around a #, Parquet files and the column of their labels")
+    return source
+
+
+def _find(root, unpacked):
     given = str(root)
     name = root.name.lower()
     if not root.exists():
@@ -48,17 +60,17 @@ def find(root, folder=None, progress=None):
         if _RANGE.search(given) or "*" in given:
             where, names = _pattern(str(root))
             found = [stated(where, name) for name in names]
-            return Shards(where, found) if _kind(names[0]) == ".tar" else Unpacked(where, found, {}, folder, progress)
+            return Shards(where, found) if _kind(names[0]) == ".tar" else unpacked(where, found)
         kind = "file" if name.endswith((*_KINDS, *_LISTS)) else "folder"
         hint = f"; a data set is not found by its name: {_HUB.format(given)} fetches it" if _is_name(given) else ""
         raise FileNotFoundError(f"no {kind} {root.resolve()}: {_WANTED}{hint}")
     if root.is_dir():
-        return _folder(root.resolve(), folder, progress)
+        return _folder(root.resolve(), unpacked)
     if _PACKED.fullmatch(name):
         raise ValueError(f"{root} is compressed: {UNPACK}")
     if root.is_file() and name.endswith(_KINDS):
         where, found = root.parent.resolve(), [stated(root.parent, root.name)]
-        return Shards(where, found) if _kind(name) == ".tar" else Unpacked(where, found, {}, folder, progress)
+        return Shards(where, found) if _kind(name) == ".tar" else unpacked(where, found)
     if root.is_file() and name.endswith(_LISTS):
         return TextList(root)
     raise NotADirectoryError(f"{root.resolve()} is a file: {_WANTED} ({' '.join(_LISTS)})")
@@ -115,7 +127,7 @@ class Folder:
         return path.split("/", 1)[0] if "/" in path else None
 
 
-def _folder(root, folder, progress):
+def _folder(root, unpacked):
     """A folder as images or, if that is what it holds, as shards or Parquet files."""
     found = walk(str(root), lambda path: named_as_image(path) or _kind(path) in _KINDS)
     names = found.names.lower()
@@ -148,7 +160,7 @@ def _folder(root, folder, progress):
                 f"{root} holds Parquet files of {' and '.join(sorted(splits))}; expected one of these parts of a data "
                 f"set, by a pattern such as '{pattern}'"
             )
-        return Unpacked(root, tables, found.unreadable, folder, progress)
+        return unpacked(root, tables, found.unreadable)
     return Shards(root, shards, found.unreadable) if shards else Folder(root, found)
 
 

@@ -113,7 +113,7 @@ REFUSED = [
     ({"a": [b"x"], "b": [b"x"]}, None, r"2 columns may be the images \(a, b\); expected one, or one named image"),
     (
         {"image": [b"x"], "fine": [0], "coarse": [0]}, {"fine": ["a"], "coarse": ["b"]},
-        r"a.parquet: 2 columns may be the labels \(fine, coarse\); expected one, or one named label",
+        r"a.parquet: 2 columns may be the labels \(fine, coarse\); expected one, or one named label, or DATA#fine",
     ),
     ({"image": [b"x"] * 2, "label": [1, 2]}, {"label": ["a", "b"]}, r"label 2 in row 1; expected -1 to 1, as its"),
 ]  # fmt: skip
@@ -125,6 +125,30 @@ def test_what_is_not_clear_is_refused(tmp_path, columns, classes, message):
     with pytest.raises(ValueError, match=message) as caught:
         Index.scan(tmp_path / "data", tmp_path / "cache")
     assert "\n" not in str(caught.value) and not list(tmp_path.glob("cache/parquet/*-*")), "nothing is left"
+
+
+def test_a_column_of_labels_is_chosen_behind_the_data(tmp_path):
+    """Of a folder, a file and a pattern; what was unpacked for another one stays."""
+    root, cache = tmp_path / "data", tmp_path / "cache"
+    columns = {"image": images([jpeg(0), jpeg(1)]), "fine": [0, 1], "coarse": [0, 0], "x": [0.5, 1.5]}
+    write(root / "a.parquet", columns, {"fine": ["ant", "bee"], "coarse": ["insect"]})
+    for data, expected in (
+        (f"{root}#fine", ["ant", "bee"]), (f"{root}/a.parquet#coarse", ["insect"] * 2),
+        (f"{root}/*.parquet#fine", ["ant", "bee"]),
+    ):  # fmt: skip
+        index = Index.scan(data, cache)
+        assert [index.classes[label] for label in index.labels] == expected and index.root == root
+    assert len(list(cache.glob("parquet/*.tar"))) == 2
+    (tmp_path / "a#b").mkdir()
+    (tmp_path / "a#b/0.jpg").write_bytes(jpeg())
+    assert len(Index.scan(tmp_path / "a#b", cache)) == 1, "a name is a name"
+    for data, said in (
+        (f"{root}#x", r"no column x of integers or text, .* expected one of fine, coarse"),
+        (f"{tmp_path}/a#b#c", "is not there; expected, around a #"),
+        (f"{tmp_path}/gone#c", f"no folder {tmp_path}/gone: expected a folder"),
+    ):  # fmt: skip
+        with pytest.raises((ValueError, OSError), match=said):
+            Index.scan(data, cache)
 
 
 def test_what_is_missing_is_said(tmp_path, monkeypatch):
