@@ -23,7 +23,12 @@ import embed
 import finetune
 import train
 from bench.__main__ import SUBJECTS
+from embed import EmbedConfig
+from run.command import _Own
+from run.recipes import RECIPES
+from transfer.detection.recipes import RECIPES as DETECTION_RECIPES
 from transfer.detection.scenes import make_scenes
+from transfer.recipes import TUNE_RECIPES
 
 PAGES = {path: path.read_text() for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
 TEXT = "\n".join(PAGES.values())
@@ -119,6 +124,35 @@ def test_other_commands_are_understood():
         assert words[0] in SUBJECTS if name == "bench" else PROGRAMS[name].parse(words)
     targets = re.findall(r"\bmake (\w+)`", TEXT) + re.findall(r"^make (\w+)", "\n".join(BLOCKS), re.M)
     assert len(targets) > 1 and all(re.search(rf"^{target}:", makefile, re.M) for target in targets)
+
+
+FOREIGN = {  # options of torchrun, hf, pip and TensorBoard
+    "--standalone", "--max-restarts", "--shutdown-timeout", "--numa-binding", "--repo-type", "--local-dir",
+    "--index-url", "--logdir",
+}  # fmt: skip
+
+
+def test_what_stands_between_backticks_is_there():
+    """Files of this repository, what is said to be defined in them, modules, and options of whatever program."""
+    sources = "\n".join(path.read_text() for name in ("bench", "pipeline", "run") for path in ROOT.glob(f"{name}/*.py"))
+    sources += (ROOT / "tests/pipeline/fuzz.py").read_text()
+    known = FOREIGN | set(re.findall(r'"(--[a-z-]+)"', sources))
+    for parsed in (*RECIPES.values(), *TUNE_RECIPES.values(), *DETECTION_RECIPES.values(), EmbedConfig(), _Own()):
+        known |= {f"--{name.replace('_', '-')}" for name in vars(parsed)}
+    known |= {option.replace("--", "--no-", 1) for option in known}
+    for page, text in PAGES.items():
+        quoted = re.findall(r"(?<!`)`([^`]+)`(?!`)", re.sub(r"```.*?```", "", text, flags=re.S))
+        assert quoted
+        for word in quoted:
+            if re.fullmatch(r"[\w./]+\.(py|sh|cfg)", word) and page.name != "files.md":  # which has a test of its own
+                assert (ROOT / word).is_file(), f"{page.name}: {word}"
+            options = set(re.findall(r"(?<!\S)--[a-z-]+", word))
+            assert options <= known, f"{page.name}: {options - known}"
+        for module in re.findall(r"python -m ([\w.]+)", text):
+            place = ROOT / module.replace(".", "/")
+            assert place.is_dir() or place.with_suffix(".py").is_file(), f"{page.name}: {module}"
+        for name, file in re.findall(r"`(\w+)`\s+of\s+`([\w/]+\.py)`", text):
+            assert re.search(rf"^(def|class) {name}\b", (ROOT / file).read_text(), re.M), f"{page.name}: {name}"
 
 
 def anchors(text):
