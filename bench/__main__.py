@@ -20,6 +20,7 @@ SUBJECTS = {
     "collectives": "what ranks exchange: NCCL among one, in a CUDA graph too; two gloo ranks on one card against one",
     "kinds": "the input path on progressive JPEGs and on 24 megapixels: images per second, memory (needs DALI)",
     "pipeline": "decoded and augmented images per second, against torchvision; cost of each stage; parity (needs DALI)",
+    "embed": "embed.py beside Pillow, timm and a DataLoader: images per second, and how alike the features are",
     "host": "what the thread that launches kernels spends on a batch and on a checkpoint (needs DALI)",
     "soak": "memory, and what bad files cost, over thousands of batches (needs DALI)",
     "attention": "what an encoder looks at, and nearest neighbours, as a picture (needs DALI and matplotlib)",

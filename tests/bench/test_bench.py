@@ -13,7 +13,7 @@ import torch
 from conftest import ROOT, run_program
 
 import kernels
-from bench import big, counters, environment, sanitizer
+from bench import big, counters, embed, environment, sanitizer
 from bench.compile import compiled_rows
 from bench.kernels import GROUPS, POWER, Size, batch_of_boxes, sample_one_by_one, sample_with_multinomial
 from bench.report import tables
@@ -176,6 +176,14 @@ def test_soak_survives_bad_files_and_probes_them_once(tmp_path):
     run_program("-m", "bench", "soak", "--smoke", "--json", tmp_path / "soak.json")
     result = json.loads((tmp_path / "soak.json").read_text())
     assert result["found"] == result["damaged"] and result["probes_in_first_epoch"] and not result["probes_later"]
+
+
+def test_embedding_gives_the_features_of_the_plain_loop(tmp_path, capsys):
+    """And so one of the two is as good as the other; centred features of other images have nothing in common."""
+    assert embed.main(["--smoke", "--threads", "1", "--json", str(tmp_path / "embed.json")]) == 0
+    result = json.loads((tmp_path / "embed.json").read_text())
+    assert result["images"] == 8 and len(result["rows"]) == 4 and result["cosine"]["least"] > 0.9
+    assert "cosine of the centred features of both: mean 0.9" in result["findings"][0]["more"]
 
 
 def test_compiled_kernels():
