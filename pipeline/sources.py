@@ -25,8 +25,8 @@ from pipeline.walk import statuses, walk
 
 _LISTS = (".txt", ".tsv", ".lst", ".list")
 _PACKED = re.compile(r".*\.(tar\.\w+|tgz|tbz2?|txz|tzst)", re.IGNORECASE | re.DOTALL)
-# Of some name, where one may be a tar, packed or not.
-_PACKED_ENDS = b".tar", b".tgz\0", b".tbz", b".txz\0", b".tzst\0"
+# In names with a NUL behind each, where one may be a Parquet file, or a tar, packed or not.
+_NO_IMAGES = re.compile(rb"\.(parquet\0|tar|tgz\0|tbz|txz\0|tzst\0)", re.IGNORECASE)
 _KINDS = ".tar", ".parquet"
 # In a name: the part of a data set that a file belongs to.
 _SPLIT = re.compile(r"(?<![^/._-])(train|validation|valid|val|dev|test)(?![^/._-])", re.IGNORECASE)
@@ -130,9 +130,7 @@ class Folder:
 def _folder(root, unpacked):
     """A folder as images or, if that is what it holds, as shards or Parquet files."""
     found = walk(str(root), lambda path: named_as_image(path) or _kind(path) in _KINDS)
-    names = found.names.lower()
-    # The first of each: two thirds of the time of all.
-    if b".parquet\0" not in names and (b".t" not in names or not any(end in names for end in _PACKED_ENDS)):
+    if not _NO_IMAGES.search(found.names):
         return Folder(root, found)
     paths = list(Paths.joined(found.names))
     there = {kind: [i for i, path in enumerate(paths) if _kind(path) == kind] for kind in _KINDS}

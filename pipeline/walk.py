@@ -6,6 +6,7 @@ the kernel's part is 2. Here ``statx`` writes into an array, called by ``map``.
 
 import bisect
 import collections
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -20,15 +21,19 @@ import numpy as np
 from pipeline.headers import MAY_PASS
 from pipeline.latency import concurrently
 
-_STATUS = np.dtype(
-    {
-        "names": ["mode", "size", "seconds", "nanoseconds"],
-        "formats": ["u2", "i8", "i8", "u4"],
-        "offsets": [28, 40, 112, 120],
-        "itemsize": 256,
-    }
-)  # struct statx, which is the same on every processor
-_MASK = 0x241  # type, time of change, size
+
+def _layout(length, **fields):
+    """The type of a struct of so many bytes with fields of (type, offset)."""
+    kinds, places = zip(*fields.values(), strict=True)
+    return np.dtype({"names": list(fields), "formats": kinds, "offsets": places, "itemsize": length})
+
+
+_LIBRARY = ctypes.CDLL(None)  # C's
+_TIMES = {"size": ("i8", 48), "seconds": ("i8", 88), "nanoseconds": ("i8", 96)}
+# Struct stat, of x86-64 and of most others; struct statx, which is the same on every processor.
+_STAT_X86, _STAT = _layout(144, mode=("u4", 24), **_TIMES), _layout(144, mode=("u4", 16), **_TIMES)
+_STATX = _layout(256, mode=("u2", 28), size=("i8", 40), seconds=("i8", 112), nanoseconds=("u4", 120))
+_MASK = 0x241  # of statx: type, time of change, size
 _AT_ONCE = 1024  # files, after which it is seen whether threads pay
 
 
@@ -65,53 +70,75 @@ def walk(root: str, wanted: Callable[[str], bool]) -> Found:
                 unreadable |= bad
                 below += [(folder + name, here) for name in inner]
         level = below
-    names, stamps = [], []
-    _ordered(folders, b"", names, stamps)
-    stamps = np.concatenate(stamps) if stamps else np.zeros((0, 2), np.int64)
-    return Found(b"".join(names), stamps, unreadable)
+    names, stamps, rest = [], [], folders[b""][::-1]
+    while rest:  # the last is the next
+        joined, times, below = rest.pop()
+        names.append(joined)
+        stamps.append(times)
+        rest += folders.get(below, ())[::-1]
+    return Found(b"".join(names), np.concatenate(stamps), unreadable)
 
 
 def statuses(folder: int, names: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
     """Of each file, named from the open ``folder`` on or absolute: [n], its type as ``stat.S_IFMT`` has it, 0 where it
     could not be asked; int64 [n,2], bytes and time of change in ns."""
-    call = _statx()
-
-    def ask(first):
-        piece = names[first : first + _AT_ONCE]
-        found, places = _memory.found[: len(piece)], _memory.places
-        found["mode"] = 0
-        how = itertools.repeat(0), itertools.repeat(_MASK)
-        collections.deque(map(call, itertools.repeat(folder), piece, *how, places), 0)
-        times = found["seconds"] * 1_000_000_000 + found["nanoseconds"]
-        return found["mode"] & 0xF000, np.stack([found["size"], times], 1)
-
-    answers = concurrently(ask, range(0, len(names), _AT_ONCE))
+    call, firsts = _call(), range(0, len(names), _AT_ONCE)
+    answers = concurrently(lambda first: call.ask(folder, names[first : first + _AT_ONCE]), firsts)
     if not answers:
         return np.zeros(0, np.uint16), np.zeros((0, 2), np.int64)
     kinds, stamps = zip(*answers, strict=True)
     return np.concatenate(kinds), np.concatenate(stamps)
 
 
-class _Memory(threading.local):
-    """Room for what is said of so many files, and pointers into it: made for each file they would take .1 us."""
+class _Call(threading.local):
+    """A function of the C library, the type of what it writes of a file, and its arguments behind the name of one,
+    given where it is to write. AttributeError where there is no such function."""
 
-    def __init__(self):
-        self.found = np.zeros(_AT_ONCE, _STATUS)
+    def __init__(self, name, status, arguments):
+        # What each argument is goes without saying: argtypes would take .4 us a call.
+        self.function, self.found = getattr(_LIBRARY, name), np.zeros(_AT_ONCE, status)
         memory = (ctypes.c_char * self.found.nbytes).from_buffer(self.found)
-        self.places = [ctypes.byref(memory, at) for at in range(0, self.found.nbytes, self.found.itemsize)]
+        # Pointers made for each file would take .1 us.
+        places = [ctypes.byref(memory, at) for at in range(0, self.found.nbytes, status.itemsize)]
+        self.arguments = arguments(places)
+
+    def ask(self, folder, names):
+        """``statuses`` of ``_AT_ONCE`` files at most."""
+        found, stamps = self.found[: len(names)], np.empty((len(names), 2), np.int64)
+        found["mode"] = 0
+        collections.deque(map(self.function, itertools.repeat(folder), names, *self.arguments), 0)
+        stamps[:, 0] = found["size"]
+        np.multiply(found["seconds"], 1_000_000_000, out=stamps[:, 1])
+        stamps[:, 1] += found["nanoseconds"]
+        return found["mode"] & 0xF000, stamps
 
 
-_memory = _Memory()
+_CALLS = (
+    ("fstatat", _STAT_X86, lambda places: (places, itertools.repeat(0))),
+    ("fstatat", _STAT, lambda places: (places, itertools.repeat(0))),
+    ("statx", _STATX, lambda places: (itertools.repeat(0), itertools.repeat(_MASK), places)),
+)
 
 
 @functools.cache
-def _statx():
-    return ctypes.CDLL(None).statx  # what each argument is goes without saying: argtypes would take .4 us a call
+def _call():
+    """The first of the calls that says of a folder and of a file what Python's own says, or the last."""
+    *others, last = _CALLS
+    for call in others:
+        with contextlib.suppress(AttributeError, OSError):
+            names = [b"/", os.fsencode(__file__)]
+            kinds, stamps = (call := _Call(*call)).ask(-1, names)  # absolute names: from no folder
+            known = [os.stat(name) for name in names]
+            same = kinds.tolist() == [stat.S_IFMT(one.st_mode) for one in known]
+            if same and stamps.tolist() == [[one.st_size, one.st_mtime_ns] for one in known]:
+                return call
+    return _Call(*last)
 
 
 def _folder(top, folder, above, wanted):
-    """What lies in one folder: (its ancestors and itself, names, stamps, names of folders with a "/", {path: reason});
-    the OSError where it cannot be listed, None where a link leads into a folder that contains it."""
+    """What lies in one folder: (its ancestors and itself, [(paths in one piece, stamps, path of the folder behind them
+    or None)], names of folders with a "/", {path: reason}); the OSError where it cannot be listed, None where a link
+    leads into a folder that contains it."""
     path = os.path.join(top, folder)
     try:
         status = os.stat(path)
@@ -149,15 +176,6 @@ def _folder(top, folder, above, wanted):
     for name in [*sorted(inner), None]:
         end = len(names) if name is None else bisect.bisect_left(names, name)
         joined = b"".join([folder, (b"\0" + folder).join(names[begin:end]), b"\0"]) if begin < end else b""
-        parts.append((joined, stamps[begin:end], name))
+        parts.append((joined, stamps[begin:end], None if name is None else folder + name))
         begin = end
     return above | {here}, parts, inner, bad
-
-
-def _ordered(folders, folder, names, times):
-    """Adds the names and stamps of a folder and of all below it in the order of their paths."""
-    for joined, stamps, name in folders.pop(folder):
-        names.append(joined)
-        times.append(stamps)
-        if name is not None and folder + name in folders:
-            _ordered(folders, folder + name, names, times)

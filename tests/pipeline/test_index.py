@@ -1,8 +1,10 @@
 """The scan of an image folder: labels, sizes, rejections, cache."""
 
+import errno
 import itertools
 import os
 import pickle
+import platform
 import subprocess
 import time
 from types import SimpleNamespace
@@ -59,11 +61,13 @@ def test_class_folders(tmp_path):
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_walk_says_of_each_file_what_the_system_says(tmp_path, monkeypatch, late):
+@pytest.mark.parametrize("calls", [walk._CALLS, walk._CALLS[-1:]])
+def test_a_walk_says_of_each_file_what_the_system_says(tmp_path, monkeypatch, late, calls):
     for name in [
         "a.d/x",
         "a/b",
         "a/é.jpg",
+        "a/\udcff\n.jpg",
         "a/deep/c",
         "a0",
         "b/.hidden/x",
@@ -74,24 +78,29 @@ def test_a_walk_says_of_each_file_what_the_system_says(tmp_path, monkeypatch, la
         "empty/.x",
         "z",
     ]:
-        fill(tmp_path / name, name.encode() * 3)
+        fill(tmp_path / name, os.fsencode(name) * 3)
     os.truncate(tmp_path / "b/1", 5 << 30)
     os.utime(tmp_path / "b/2", ns=(0, -1_500_000_001))
     os.utime(tmp_path / "b/3", ns=(0, 2**32 * 10**9 + 7))
     (tmp_path / "b/0").symlink_to(tmp_path / "a")
     for name in ("a/a.jpg", "b/5.jpg", "z.jpg"):  # each where a file was the one that was asked before
         (tmp_path / name).symlink_to(tmp_path / "nowhere")
+    (tmp_path / "b/6").symlink_to("6")
+    os.mkfifo(tmp_path / "b/7")
     monkeypatch.setattr(walk, "_AT_ONCE", 2)
-    monkeypatch.setattr(walk, "_memory", walk._Memory())
+    monkeypatch.setattr(walk, "_CALLS", calls)
+    call = walk._call.__wrapped__()
+    monkeypatch.setattr(walk, "_call", lambda: call)
     if late:
         monkeypatch.setattr(latency, "_WAITED", -1)
-        turns, ask = itertools.count(), walk._statx()
+        turns, ask = itertools.count(), call.function
 
         def asked(folder, name, *how):
             time.sleep(0.002)  # others come between
             return name in (b"4", b"deep") or ask(folder, name, *how)  # of the first two it fails
 
-        monkeypatch.setattr(walk, "_statx", lambda: asked)
+        monkeypatch.setattr(walk, "_LIBRARY", SimpleNamespace(**{ask.__name__: asked}))
+        call.function = asked
         used = {"ru_utime": 0, "ru_stime": 0, "ru_nivcsw": 0}
         monkeypatch.setattr(latency.resource, "getrusage", lambda _: SimpleNamespace(ru_nvcsw=next(turns), **used))
 
@@ -100,10 +109,23 @@ def test_a_walk_says_of_each_file_what_the_system_says(tmp_path, monkeypatch, la
     for folder, folders, files in os.walk(tmp_path, followlinks=True):
         folders[:] = [name for name in folders if name[0] != "."]
         paths = [os.path.join(folder, name) for name in files if name[0] != "."]
-        seen |= {os.path.relpath(path, tmp_path): os.stat(path) for path in paths if os.path.exists(path)}
+        seen |= {os.path.relpath(path, tmp_path): os.stat(path) for path in paths if os.path.isfile(path)}
     assert list(Paths.joined(found.names)) == sorted(seen, key=os.fsencode)
     assert found.stamps.tolist() == [[seen[x].st_size, seen[x].st_mtime_ns] for x in Paths.joined(found.names)]
-    assert found.unreadable == dict.fromkeys(["a/a.jpg", "b/0/a.jpg", "b/5.jpg", "z.jpg"], "broken link")
+    broken = dict.fromkeys(["a/a.jpg", "b/0/a.jpg", "b/5.jpg", "z.jpg"], "broken link")
+    assert found.unreadable == broken | {"b/6": os.strerror(errno.ELOOP)}
+
+
+def test_a_call_that_says_something_else_is_not_used(monkeypatch):
+    if hasattr(walk._LIBRARY, "fstatat") and platform.machine() in ("x86_64", "aarch64"):
+        assert walk._call.__wrapped__().function.__name__ == "fstatat"
+    good = walk._CALLS[0]
+    for field, place in {"mode": 0, "size": 56, "seconds": 64, "nanoseconds": 104}.items():
+        kind = good[1][field].str
+        fields = {name: (kind.str, at) for name, (kind, at) in good[1].fields.items()} | {field: (kind, place)}
+        wrong = good[0], walk._layout(144, **fields), good[2]
+        monkeypatch.setattr(walk, "_CALLS", [("there_is_no_such_call", *good[1:]), wrong, walk._CALLS[-1]])
+        assert walk._call.__wrapped__().function.__name__ == "statx", field
 
 
 def test_a_flat_folder_below_home_has_no_classes(tmp_path, monkeypatch):
