@@ -12,6 +12,7 @@ import os
 import struct
 import sys
 import time
+import uuid
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -30,15 +31,27 @@ def write(path: Path, about: dict[str, Any], arrays: Mapping[str, np.ndarray]) -
     layout = {name: [array.dtype.str, array.shape, zlib.crc32(array.data)] for name, array in arrays.items()}
     text = json.dumps(about | {"arrays": layout}).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    with open(part, "wb") as file:
+    with replacing(path) as part, open(part, "wb") as file:
         file.write(_MAGIC + struct.pack("<QI", len(text), zlib.crc32(text)) + text)
         for array in arrays.values():
             file.write(bytes(-file.tell() % _ALIGNED))
             file.write(array.data)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(part, path)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file beside ``path`` that takes its place at an orderly end of the block, and otherwise is removed.
+
+    Its name is no other process's on any machine: those in containers have the same numbers.
+    """
+    part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
+    try:
+        yield part
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)  # also where it is a link to what is there: then to replace it does nothing
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
@@ -109,10 +122,9 @@ class Cache:
     def note(self, signature: str, root: Path) -> None:
         """Notes what ``last`` is to say, and removes what nothing has been done with for a month."""
         if self.last() != (signature, str(root)):
-            part = self._name.with_suffix(f".{os.getpid()}.part")
-            part.write_text(json.dumps({"signature": signature, "root": str(root)}))
-            os.replace(part, self._name.with_suffix(".json"))
-        for path in self.folder.glob("*.index"):
+            with replacing(self._name.with_suffix(".json")) as part:
+                part.write_text(json.dumps({"signature": signature, "root": str(root)}))
+        for path in (*self.folder.glob("*.index"), *self.folder.glob("*.part")):
             with contextlib.suppress(OSError):
                 if max(path.stat().st_atime, path.stat().st_mtime) < time.time() - _UNUSED:
                     path.unlink()
@@ -146,7 +158,9 @@ class Results:
         at = self._at.get(key.encode())
         if at is None:
             return None
-        return json.loads(os.pread(self._file.fileno(), at[1], at[0]))[1]
+        with contextlib.suppress(ValueError):  # damaged: a crash leaves zeros, processes without locks mix their lines
+            return json.loads(os.pread(self._file.fileno(), at[1], at[0]))[1]
+        return None
 
     def put(self, key: str, results: list[Any]) -> None:
         self._file.write(json.dumps([key, results]).encode() + b"\n")

@@ -127,12 +127,11 @@ class Index:
             _save(path, self)
         elif self.stored != Path(path).absolute():
             path.parent.mkdir(parents=True, exist_ok=True)
-            part = path.with_name(f"{path.name}.{os.getpid()}.part")
-            try:
-                os.link(self.stored, part)
-            except OSError:  # another file system, or one without links
-                shutil.copyfile(self.stored, part)
-            os.replace(part, path)
+            with caches.replacing(path) as part:
+                try:
+                    os.link(self.stored, part)
+                except OSError:  # another file system, or one without links
+                    shutil.copyfile(self.stored, part)
 
     @staticmethod
     def kept(path: Path, root: Path) -> "Index | None":

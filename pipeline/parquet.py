@@ -13,6 +13,7 @@ any. Others have no label.
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import io
 import json
@@ -24,6 +25,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline.cache import replacing
 from pipeline.headers import MAY_PASS, printable
 from pipeline.waiting import patiently
 
@@ -60,8 +62,11 @@ def unpack(
                     todo[name] = _Table(root / name, label)
                 except _Unreadable as error:
                     bad[name] = str(error)
+        made = {}  # all that is there
         if todo:
             _announce(root, folder, todo)
+            for old in (*folder.glob("*.tar"), *folder.glob("*.part")):
+                made.setdefault(old.name.partition("-")[0], []).append(old)
         rows, done = sum(table.rows for table in todo.values()), 0
         for name, table in todo.items():
 
@@ -74,8 +79,7 @@ def unpack(
                 bad[name] = str(error)
             done += table.rows
             if alone:  # what was made of an earlier file of this name, or was not finished
-                path = tars[name].name.partition("-")[0]
-                for old in {*folder.glob(f"{path}-*.tar"), *folder.glob(f"{path}-*.part")} - {tars[name]}:
+                for old in made.get(tars[name].name.partition("-")[0], ()):
                     old.unlink(missing_ok=True)
     return {name: str(tar) for name, tar in tars.items() if name not in bad}, bad
 
@@ -111,23 +115,18 @@ def _announce(root, folder, tables):
 
 def _write(path, table, progress):
     """Writes the tar of a table, whole or not at all."""
-    part = path.with_name(f"{path.stem}.{os.getpid()}.part")
-    try:
-        with open(part, "wb") as file:
-            with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-                for row, (image, label) in enumerate(table.read()):
-                    for suffix, content in (("jpg", image or b""), ("cls", label)):
-                        if content is not None:
-                            member = tarfile.TarInfo(f"{row:08}.{suffix}")
-                            member.size = len(content)
-                            tar.addfile(member, io.BytesIO(content))
-                    if (row + 1) % _ROWS == 0 or row + 1 == table.rows:
-                        progress(row + 1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    with replacing(path) as part, open(part, "wb") as file:
+        with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+            for row, (image, label) in enumerate(table.read()):
+                for suffix, content in (("jpg", image or b""), ("cls", label)):
+                    if content is not None:
+                        member = tarfile.TarInfo(f"{row:08}.{suffix}")
+                        member.size = len(content)
+                        tar.addfile(member, io.BytesIO(content))
+                if (row + 1) % _ROWS == 0 or row + 1 == table.rows:
+                    progress(row + 1)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 class _Unreadable(Exception):
@@ -142,7 +141,7 @@ class _Table:
         with self._file() as file:
             schema, about = file.schema_arrow, file.metadata
             self.image = _choose(path, schema, "image", _of_bytes(schema), "the images")
-            features = _features(schema)
+            features = _features((schema.metadata or {}).get(b"huggingface", b""))
             named = [name for name in schema.names if isinstance(features.get(name, {}).get("names"), list)]
             fitting = [field.name for field in schema if _is_label(field.type)]
             if label and label not in fitting:
@@ -248,10 +247,11 @@ def _is_label(kind):
     return text or pyarrow.types.is_integer(kind)
 
 
-def _features(schema):
+@functools.lru_cache(1)  # files of one data set share the names of its classes
+def _features(said):
     """{column: what ``datasets`` says of it}."""
     try:
-        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        features = json.loads(said)["info"]["features"]
         return {name: about for name, about in features.items() if isinstance(about, dict)}
     except (KeyError, ValueError, TypeError, AttributeError):
         return {}

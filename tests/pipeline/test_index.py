@@ -248,23 +248,39 @@ def test_the_cache_is_used_until_something_changes(tmp_path, reads):
 
 def test_an_interrupted_scan_goes_on(tmp_path, reads, monkeypatch):
     root, cache = tmp_path / "data", tmp_path / "cache"
-    for i in range(8):
+    for i in range(10):
         save(root / f"{i}.png", size=(i + 1, 5))
     monkeypatch.setattr(scan, "_PIECE", 2)
 
     def stop(done, files):
-        if done == 6:
+        if done == 8:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         Index.scan(root, cache, progress=stop)
     (part,) = cache.glob("*.part")
-    part.write_bytes(part.read_bytes()[:-5])  # it was killed while it wrote
+    lines = part.read_bytes()[:-5].splitlines(keepends=True)  # it was killed while it wrote
+    lines[2] = lines[2][:40] + bytes(4) + lines[2][44:]  # and the machine went down
+    part.write_bytes(b"".join(lines))
     os.utime(root / "1.png")
     reads.clear()
     index = Index.scan(root, cache)
-    assert sorted(reads) == ["0.png", "1.png", "4.png", "5.png", "6.png", "7.png"]
+    assert sorted(reads) == [f"{i}.png" for i in (0, 1, 4, 5, 6, 7, 8, 9)]
     assert index.fingerprint == Index.scan(root).fingerprint and not part.exists()
+
+
+def test_several_processes_write_the_same_file(tmp_path):
+    """Also such as know nothing of each other, and have the same number each on its machine."""
+    with cache.replacing(tmp_path / "a") as one:
+        one.write_text("one")
+        with cache.replacing(tmp_path / "a") as other:
+            other.write_text("other")
+    assert (tmp_path / "a").read_text() == "one" and os.listdir(tmp_path) == ["a"]
+    save(tmp_path / "data/0.png")
+    index = Index.scan(tmp_path / "data", tmp_path / "cache")
+    for _ in range(3):  # a link to what it is to replace
+        index.keep(tmp_path / "run/train.index")
+        assert os.listdir(tmp_path / "run") == ["train.index"]
 
 
 def test_a_folder_for_indices_that_cannot_be_written_to_is_said(tmp_path, monkeypatch, capsys):

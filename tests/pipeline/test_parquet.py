@@ -50,6 +50,8 @@ def test_tables_give_the_batches_of_the_folder(tables, tmp_path, capsys):
     index = Index.scan(root, tmp_path / "cache")
     assert index.paths[19:21] == ["train-00000-of-00003.parquet/19", "train-00001-of-00003.parquet/0"]
     assert index.root == root
+    one, other = (parquet._Table(path, "") for path in list(root.iterdir())[:2])
+    assert one.names == list(folder.classes) and one.names is other.names, "of thousands of files the same in memory"
     assert "unpacking the images of 3 Parquet files, once, as tars of 0.000" in capsys.readouterr().err
     with index.open() as shards:
         assert [shards.read(i).tobytes() for i in range(48)] == [Path(folder.file(i)).read_bytes() for i in range(48)]
