@@ -86,6 +86,7 @@ def test_two_ranks_agree(tmp_path):
         assert ranks.mean(torch.tensor([1.0 + rank])).item() == 1.5
         assert ranks.gather({rank: "x"}) == [{0: "x"}, {1: "x"}]
         assert ranks.on_first(lambda: ("done", rank)) == ("done", 0)
+        assert ranks.on_first(lambda: bytes(9 << 20)) == bytes(9 << 20), "more than the store takes"
         there = torch.tensor([2.0 * rank])
         assert torch.cat(ranks.all(there)).tolist() == [0, 2] and ranks.broadcast(there, 1).item() == 2
         (folder / str(rank)).touch()
