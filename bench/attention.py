@@ -9,6 +9,7 @@ to each.
 import argparse
 import os
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +18,12 @@ from timm.models.vision_transformer import Attention, VisionTransformer
 from torch import Tensor
 
 from bench import environment
-from pipeline import Index, evaluation_batches
+from pipeline import Index, cache, evaluation_batches
 from pipeline.headers import read_headers
 from pipeline.index import printable
 from pipeline.shown import shown
+from run import quiet
+from run.session import named
 from transfer import knn
 from transfer.pretrained import load_encoder
 
@@ -44,8 +47,15 @@ def main(arguments: list[str]) -> int:
         vit, description = load_encoder(options.run, model=options.model)
         larger, _ = load_encoder(options.run, model=options.model, image_size=options.image_size)
         given = index_of(options.images)
-        bank = Index.scan(options.bank) if options.bank else given
-        sheet(vit.eval(), larger.eval(), description, given, bank, options.limit).savefig(options.output, dpi=100)
+        bank = given
+        if options.bank:
+            with shown(str(options.bank), "reading headers") as progress:
+                bank = Index.scan(options.bank, cache.place(None, None), progress=progress)
+        with quiet.decoder():
+            picture = sheet(vit.eval(), larger.eval(), description, given, bank, options.limit)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph .* missing")  # in names of files: there is no font for everything
+            picture.savefig(options.output, dpi=100)
     except (ValueError, OSError) as error:
         print(f"bench attention: {error}", file=sys.stderr)
         return 2
@@ -85,7 +95,7 @@ def nearest(vit: VisionTransformer, given: Index, bank: Index, limit: int, **how
     """For each given image its neighbours in the bank, nearest first, as (sample, cosine similarity); itself left out.
 
     ``how``: the further arguments of ``knn.features``. ValueError for a given image that does not decode; of the bank
-    such are left out.
+    such are left out, and named on stderr.
     """
     bad, everything = {}, np.arange(len(given))
     samples = np.linspace(0, len(bank) - 1, min(limit, len(bank))).round().astype(np.int64)
@@ -93,6 +103,9 @@ def nearest(vit: VisionTransformer, given: Index, bank: Index, limit: int, **how
     if bad:
         raise ValueError("; ".join(f"{printable(given.paths[i])}: {reason}" for i, reason in bad.items()))
     (rows,), _ = knn.features([vit], bank, samples, bad=bad, **how)
+    if bad:
+        left_out = named((bank.paths[sample], reason) for sample, reason in bad.items())
+        print(f"left out of the bank: {left_out}", file=sys.stderr)
     samples = [sample for sample in samples.tolist() if sample not in bad]
     similarity = queries @ rows.T
     files = [os.path.realpath(bank.file(sample)) for sample in samples]

@@ -245,7 +245,7 @@ class DryLoop(Loop):
         size = sum({part._cdata: part.nbytes() for part in parts}.values())
 
         left_out = summarise_rejected(self.loader.index, bad, None) or "nothing is left out"
-        self.say(f"images: {len(self.loader.index):,}; {left_out}")
+        self.say(f"images: {len(self.loader.index) - len(bad):,}; {left_out}")
         for line in opened.damaged:
             self.say(f"{line}; the run would go on from the one before")
         if (config.output / "config.json").exists():

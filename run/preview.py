@@ -17,11 +17,13 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from kernels import patch_overlap
-from pipeline import Index, Loader, graph, pictures, stream
+from pipeline import Index, Loader, cache, graph, pictures, stream
 from pipeline.index import printable
 from pipeline.paths import expanded
+from pipeline.shown import shown
 from pipeline.toy import make_toy
 
+from . import quiet
 from .images import TOY
 from .program import opening
 from .recipes import RECIPES
@@ -291,7 +293,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--images", type=int, default=4, help=f"1 to {MOST}, the first ones of the epoch; default: 4")
     parser.add_argument("--seed", type=int, default=0, help="as of train.py; default: 0")
     parser.add_argument("--epoch", type=int, default=0, help="counted from 0, which is the default")
-    with opening("run.preview"):
+    with opening("run.preview"), quiet.decoder():
         options = parser.parse_args(arguments)
         output = expanded(options.output)
         if not 1 <= options.images <= MOST:
@@ -304,7 +306,9 @@ def main(arguments: list[str]) -> None:
             raise ValueError(f"--output {output}: expected a file in a folder that exists")
         config = dataclasses.replace(RECIPES[options.recipe], seed=options.seed)
         patch, grid, keep = plan_patches(config)
-        index = Index.scan(options.data or make_toy(TOY)[0])
+        data = options.data or make_toy(TOY)[0]
+        with shown(str(data), "reading headers") as progress:
+            index = Index.scan(data, cache.place(None, None), progress=progress)
         images = min(options.images, len(index))
         side = max(1, 224 // config.image_size) * config.image_size  # whole pixels stay whole
         blocks = [block(example, grid, side) for example in examples(index, config, grid, keep, images, options.epoch)]

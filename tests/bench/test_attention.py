@@ -38,7 +38,7 @@ def test_attention_maps(tokens, first):
         attention_maps(timm.create_model("vit_small_patch16_18x2_224", img_size=32, depth=1), images)
 
 
-def test_attention_sheet(undisturbed, photos, tmp_path, capsys):
+def test_attention_sheet(undisturbed, photos, tmp_path, capfd):
     """Of a file that the bank holds twice, the copy is its nearest neighbour, and the file itself is not shown."""
     pytest.importorskip("matplotlib")
     bank = shutil.copytree(photos, tmp_path / "bank")
@@ -54,7 +54,9 @@ def test_attention_sheet(undisturbed, photos, tmp_path, capsys):
     output = tmp_path / "sheet.png"
     more = ["--bank", bank, "--image-size", "64", "--output", output]
     assert attention([*map(str, [undisturbed[0], bank / "a" / "00.jpg", bank / "c" / "02.jpg", *more])]) == 0
+    said = capfd.readouterr().err.splitlines()
+    assert said[-1].startswith("left out of the bank: a/cut.jpg: does not decode") and "_decoder]" not in "".join(said)
     with Image.open(output) as sheet:
         assert sheet.width > 1500 and len(sheet.getcolors(10**7)) > 1000
     assert attention([*map(str, [undisturbed[0], bank / "a" / "cut.jpg", ROOT / "README.md"])]) == 2
-    assert re.search(r"bench attention: expected images, got .*README.md: ", capsys.readouterr().err)
+    assert re.search(r"bench attention: expected images, got .*README.md: ", capfd.readouterr().err)
