@@ -11,13 +11,16 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+# One thread, unless more are asked for: tests run side by side and start ranks, small steps lose by threads that wait
+# for each other, and equal sums need equal numbers of threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it when it is imported
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # equal sums need equal thread counts, and two cores serve several ranks
 
 
 def pytest_collection_modifyitems(items):
@@ -126,7 +129,7 @@ def bucket(server) -> Bucket:
 def run_program(
     *arguments, check: int | None = 0, ranks: int = 1, nodes: tuple[Path, ...] = (), **environment
 ) -> subprocess.CompletedProcess:
-    """``python`` or ``torchrun`` with a program of the repository, from its root, on the CPU with one thread a rank.
+    """``python`` or ``torchrun`` with a program of the repository, from its root, on the CPU.
 
     ``nodes``: instead so many launchers with so many ranks each, as if on machines of their own: each works in one of
     these folders, where its caches are, at a path that for the others leads to their own. The last one is returned.
@@ -141,7 +144,7 @@ def run_program(
         )
     elif ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", port]
-    command, environment = [*launcher, *map(str, arguments)], os.environ | ONE_THREAD | environment
+    command, environment = [*launcher, *map(str, arguments)], os.environ | environment
     with contextlib.ExitStack() as stack:
         for folder, cache in where[:-1]:
             other = subprocess.Popen(command, cwd=folder, env=environment | cache, stdout=subprocess.DEVNULL)

@@ -47,15 +47,6 @@ def scenes(tmp_path_factory):
     return options, {split: CocoData(*place) for split, place in places.items()}
 
 
-@pytest.fixture
-def one_thread():
-    """Equal sums need equal thread counts."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def trained(scenes, tmp_path_factory):
     """A run of 200 steps from start to end."""
@@ -107,7 +98,7 @@ def test_two_ranks_train_and_count_each_image_once(scenes, trained, tmp_path):
     assert len(found) == len(set(found))
 
 
-def test_goes_on_where_it_was_bit_for_bit(scenes, tmp_path, one_thread, capsys):
+def test_goes_on_where_it_was_bit_for_bit(scenes, tmp_path, capsys):
     """Stopped after step 7, and again by a checkpoint that is damaged; from the step 5 that is left it goes on."""
     options, _ = scenes
     whole, parts = tmp_path / "whole", tmp_path / "parts"
