@@ -51,6 +51,7 @@ def test_attention_sheet(undisturbed, photos, tmp_path, capfd):
     names = [[index.paths[sample] for sample, _ in row] for row in found]
     assert names[0][0] == "b/copy.jpg" and 1.00001 > found[0][0][1] > 0.99999 > found[0][1][1]
     assert "a/00.jpg" not in names[0] and "c/02.jpg" not in names[1] and len(names[1]) == 5
+    capfd.readouterr()
     output = tmp_path / "sheet.png"
     more = ["--bank", bank, "--image-size", "64", "--output", output]
     assert attention([*map(str, [undisturbed[0], bank / "a" / "00.jpg", bank / "c" / "02.jpg", *more])]) == 0
