@@ -94,8 +94,13 @@ class Paths(Sequence[str]):
         begin, end = (self.starts[which + i].astype(np.int64) for i in (0, 1))
         starts = np.zeros(len(which) + 1, np.uint64)
         np.cumsum(end - begin, out=starts[1:])
-        place = np.arange(int(starts[-1])) + np.repeat(begin - starts[:-1].astype(np.int64), end - begin)
-        return Paths(self.blob[place], starts)
+        blob = np.empty(int(starts[-1]), np.uint8)
+        for first in range(0, len(which), _PIECE):  # of all at once the places would take 13 times the names
+            here = slice(first, first + _PIECE)
+            at, stop = int(starts[first]), int(starts[min(here.stop, len(which))])
+            shift = begin[here] - starts[:-1][here].astype(np.int64)
+            blob[at:stop] = self.blob[np.arange(at, stop) + np.repeat(shift, (end - begin)[here])]
+        return Paths(blob, starts)
 
     def hashes(self) -> np.ndarray:
         """int64 [n]: equal for equal names, within this process."""

@@ -338,6 +338,7 @@ def test_names_in_one_piece_are_a_sequence():
     assert paths.take(np.array([3, 0, 1])) == ["a/ö", "a/ö", ""] and paths.positions({"é猫"}) == dict.fromkeys(
         range(4, 5000, 5), "é猫"
     )
+    assert paths.take(np.arange(1, 5000)) == names[1:], "several pieces"
     assert Paths.of([]) == [] and Paths.of([]).positions({"a"}) == {}
     with pytest.raises(IndexError):
         paths[5000]
