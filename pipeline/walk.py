@@ -1,7 +1,7 @@
 """The files below a folder with their sizes and times of change: a system call for each, and no Python for any.
 
 Python's own ``os.stat`` builds an object of a dozen numbers for each file, and a loop handles it: 7 us a file where
-the kernel's part is 2. Here ``statx`` writes into an array, called by ``map``.
+the kernel's part is 2. Here ``fstatat``, or ``statx``, writes into an array, called by ``map``.
 """
 
 import bisect
