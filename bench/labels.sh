@@ -46,7 +46,7 @@ tune() { # NAME COUNT DRAW EPOCHS [OPTIONS]: fine-tuning
     echo "[ -e $run/model ] || $python finetune.py --recipe cifar --data $OUT/labels-$2-$3.txt $common --eval-every" \
         "100000 --seed $3 --output $run --epochs $4 --warmup-epochs $(awk "BEGIN { print $4 / 10 }") $TUNE ${*:5} >$run.log 2>&1"
 }
-together() { xargs -P "$JOBS" -d '\n' -n 1 bash -c; }
+together() { xargs -r -P "$JOBS" -d '\n' -n 1 bash -c; }
 pretrain aps "$EPOCHS" | together
 for draw in $DRAWS; do
     for count in $COUNTS; do
