@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # imported once there is a group, it would hold it for ever, and with it gloo's threads
 
+from .recorded import release
+
 # How long a collective may wait for a rank. The longest waits known: for a batch that cannot be read (480 s, see
 # pipeline.waiting), and for a checkpoint that a slow disk takes. What takes longer waits elsewhere: ``Ranks.meet``.
 _LIMIT = datetime.timedelta(minutes=30)
@@ -158,6 +160,7 @@ class Ranks:
     def leave() -> None:
         """Parts from the other ranks; each goes on alone."""
         if dist.is_initialized():
+            release()
             dist.destroy_process_group()
 
     def threads(self, asked: int = 0) -> int:

@@ -1,12 +1,21 @@
 """A function on a GPU, recorded as CUDA graphs: launched as a whole, its kernels wait for no Python."""
 
 import sys
+import weakref
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 WARM_UP = 4  # calls before the first recording: what compiles, chooses algorithms or fills caches has done so
+
+_ALIVE: "weakref.WeakSet[Recorded]" = weakref.WeakSet()
+
+
+def release() -> None:
+    """Lets go of all graphs. NCCL does not end a group, but waits for ever, while one holds its collectives."""
+    for recorded in _ALIVE:
+        recorded.graphs.clear()
 
 
 class Recorded:
@@ -24,6 +33,7 @@ class Recorded:
         self.calls, self.failed = 0, False
         self.graphs: dict[tuple[int, ...], tuple] = {}  # address: graph, results, and arguments, so that they stay
         self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        _ALIVE.add(self)
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         self.calls += 1

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from run import recorded
+from run.ranks import Ranks
 from run.training import Training
 from tests.run.test_training import CONFIG, CPU, batch, same, state
 
@@ -128,6 +129,17 @@ def test_a_recording_that_fails_is_said_and_changes_nothing(on_paper, monkeypatc
     assert same(state(training), state(plain))
     line = "steps go on without a CUDA graph, which could not be recorded: operation not permitted\n"
     assert capsys.readouterr().err == line
+
+
+def test_no_graph_is_left_when_the_ranks_part(on_paper, monkeypatch):
+    """NCCL would wait for its end."""
+    training, left = recording(CONFIG), []
+    steps(training, 2)
+    assert len(training.recorded.graphs) == 4
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: left.append(len(training.recorded.graphs)))
+    Ranks.leave()
+    assert left == [0]
 
 
 @pytest.mark.gpu
