@@ -4,21 +4,26 @@ On a GPU in full; on a CPU in small sizes ("scale": "small" in the result), in m
 that all runs ("scale": "smoke"). A part's tests run first (on a CPU those that need no GPU): where they fail, its
 result says "tests": "failed" and has no figures. A part that fails, or runs out of time, stops no other.
 
-``--stage`` is what a GPU is needed for, in three parts of under ten minutes (``bench/device.sh``). Tests are a part of
-their own there, the first; where one fails, no speed is measured in that stage.
+``--stage`` is what a GPU is needed for, in stages of four minutes (``bench/device.sh``), each with what is worth most
+first, so that its limit cuts off the least. Tests are parts of their own there; where one fails, no speed is measured
+of what stands behind them.
 
-What lacks something that it needs is "not run", never "ok". All output is in log.txt too, with a summary at its end;
-the exit code is the number of parts that failed and, but for smoke runs, of those that were not run.
+What lacks something that it needs is "not run", what has not come to its end "out of time", never "ok"; a result that
+is not whole says so ("ended"). All output is in log.txt too, with a summary at its end; the exit code is the number of
+parts that failed and, but for smoke runs, of those that were not run.
 """
 
 import argparse
+import contextlib
 import datetime
 import functools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +35,7 @@ from run.checkpoint import write_atomically
 ROOT = Path(__file__).resolve().parent.parent
 TESTS_LIMIT = 600  # seconds, for the tests of a part
 CPU_LIMIT = 600  # for a part, on a CPU
-STAGE_LIMIT = 560  # for a stage
+STAGE_LIMIT = 240  # for a stage, unless --limit says otherwise
 
 
 class Part(NamedTuple):
@@ -41,7 +46,7 @@ class Part(NamedTuple):
     tests: tuple[str, ...] = ()  # what has to pass, below tests/
     where: str = "both"  # or "gpu" or "cpu", the other kind having no use for it
     images: bool = False  # takes --images
-    speed: bool = True  # is not measured in a stage whose tests fail
+    behind: str = "gpu_tests"  # the part of its stage, if that has it, whose tests have to pass
 
 
 KERNELS = tuple(f"kernels/test_{name}.py" for name in ("sampling", "overlap", "gather", "short_attention", "update"))
@@ -65,34 +70,47 @@ PARTS = (
     Part("scaling", "scaling", 120, tests=SCALING),
 )
 GPU_TESTS = (
-    "kernels/test_short_attention.py run/test_training.py run/test_recorded.py "
-    "kernels/test_gather.py kernels/test_sampling.py kernels/test_overlap.py kernels/test_update.py"
+    "run/test_recorded.py run/test_training.py run/test_checkpoint.py kernels/test_sampling.py kernels/test_gather.py "
+    "kernels/test_overlap.py kernels/test_short_attention.py kernels/test_update.py"
 )
 DATA_TESTS = "pipeline/test_loader.py pipeline/test_sources.py test_train.py"
-STEP_S = "step --recipe imagenet-vit-s --modes graph"
+TRAIN = "train --recipe imagenet-vit-s --batch-size 512 --steps 200"
+STEP_S, STEP_B = (f"step --recipe imagenet-vit-{size} --batch-size" for size in "sb")
+SOON = "fused-mlp key-gelu cublaslt key-stream"  # the most milliseconds for the seconds that they take to compile
+LATER = "norm-backward gelu-backward attention-backward fp8-keys one-embedding"
 STAGES = {
-    1: (  # neither DALI nor tyro
-        Part("machine", "machine", 40, speed=False),
-        Part("gpu_tests", f"gpu_tests --files {GPU_TESTS}", 170, speed=False),
-        Part("sanitizer", "sanitizer", 120, speed=False),
-        Part("step_vit_s", f"{STEP_S} compiled --batch-size 512 --trace TRACE", 120, where="gpu"),
-        Part("step_vit_s_1024", f"{STEP_S} --batch-size 1024", 90, where="gpu"),
-        Part("step_vit_s_2048", f"{STEP_S} --batch-size 2048", 90, where="gpu"),
+    1: (  # neither DALI nor tyro, nor in 2, 4 and 5
+        Part("machine", "machine", 40),
+        Part("gpu_tests", f"gpu_tests --workers 8 --files {GPU_TESTS}", 130),
+        Part("step_vit_s", f"{STEP_S} 512 --modes graph --trace TRACE", 150, where="gpu"),
+        Part("kernels", "kernels", 90),
+        Part("step_vit_s_compiled", f"{STEP_S} 512 --modes compiled", 60, where="gpu"),
     ),
     2: (
-        Part("variants", "step --recipe imagenet-vit-s --batch-size 512 --variants", 270),
-        Part("products", "products", 60),
-        Part("kernels", "kernels", 60),
-        Part("counters", "counters", 120),
-        Part("step_vit_b", "step --recipe imagenet-vit-b --batch-size 512 --modes graph compiled", 100),
-        Part("collectives", "collectives", 90),
+        Part("variant_tests", "gpu_tests --workers 6 --files bench/test_variants.py", 60),
+        Part("variants", f"{STEP_S} 512 --turns 5 --variants {SOON}", 200, behind="variant_tests"),
+        Part("step_vit_b", f"{STEP_B} 512 --modes graph", 120, where="gpu"),
     ),
     3: (
-        Part("data_tests", f"gpu_tests --files {DATA_TESTS}", 200, speed=False),
+        Part("data_tests", f"gpu_tests --files {DATA_TESTS}", 120),
+        Part("train", TRAIN, 150, images=True, behind="data_tests"),
+        Part("pipeline", "pipeline", 90, images=True, behind="data_tests"),
+    ),
+    4: (
+        Part("products", "products", 100),
+        Part("sanitizer", "sanitizer", 170),
+        Part("counters", "counters", 90),
+        Part("collectives", "collectives", 90),
+    ),
+    5: (
+        Part("variants_later", f"{STEP_S} 512 --turns 5 --variants {LATER}", 220),
+        Part("step_vit_s_1024", f"{STEP_S} 1024 --modes graph", 120, where="gpu"),
+    ),
+    6: (
+        Part("program_tests", "gpu_tests --files test_finetune.py test_detect.py", 120),
         Part("kinds", "kinds", 75),
         Part("host", "host", 40),
-        Part("pipeline", "pipeline", 75, images=True),
-        Part("train", "train --recipe imagenet-vit-s --batch-size 512 --steps 200", 200, images=True),
+        Part("step_vit_s_2048", f"{STEP_S} 2048 --modes graph", 120, where="gpu"),
     ),
 }
 
@@ -104,7 +122,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--smoke", action="store_true", help="everything in small, on the CPU: does it run at all?")
     parser.add_argument("--out", type=Path, help="folder for the results [bench/results/<card or cpu>-<date>]")
     parser.add_argument("--images", type=Path, help="folder of images for the input path [generated ones]")
-    parser.add_argument("--stage", type=int, choices=STAGES, help="only what a GPU is needed for, a third of it")
+    parser.add_argument("--stage", type=int, choices=STAGES, help="only this part of what a GPU is needed for")
+    parser.add_argument("--limit", type=int, default=STAGE_LIMIT, help="seconds for the stage [%(default)s]")
     parser.add_argument("--parts", nargs="+", help="only these")
     options = parser.parse_args(arguments)
     if options.smoke:
@@ -155,7 +174,7 @@ def run_all(parts: list[Part], options: argparse.Namespace, card: str | None, sa
     start, summary, failed, missing = time.monotonic(), [], 0, 0
     scale = "smoke" if options.smoke else "full" if card else "small"
     passing = functools.cache(lambda tests: tests_pass(tests, bool(card), say))
-    tested = "none"  # what the tests of a stage say of the parts behind them
+    tested = {}  # what each part of tests of a stage says of those behind it
     for part in parts:
         began, file = time.monotonic(), options.out / f"{part.name}.json"
         file.unlink(missing_ok=True)
@@ -164,7 +183,7 @@ def run_all(parts: list[Part], options: argparse.Namespace, card: str | None, sa
         words += ["--smoke"] * options.smoke
         words += ["--images", str(options.images)] if part.images and options.images else []
         words += ["--json", str(file)]
-        tests = tested if part.speed else "none"
+        tests = tested.get(part.behind, "none")
         if part.tests:
             tests = "passed" if passing(part.tests) else "failed"
         say(f"== {part.name}: python -m bench {' '.join(words)}")
@@ -174,12 +193,12 @@ def run_all(parts: list[Part], options: argparse.Namespace, card: str | None, sa
         else:
             limit = part.seconds if card else CPU_LIMIT
             if options.stage is not None:
-                limit = min(limit, STAGE_LIMIT - (time.monotonic() - start))
+                limit = min(limit, options.limit - (time.monotonic() - start))
             code = stream([sys.executable, "-m", "bench", *words], limit, say)
             state = ended(code, file)
-            mark(file, tests, scale)
-            if options.stage is not None and "gpu_tests" in command:
-                tested = "passed" if state == "ok" else "not run" if state.startswith("not run") else "failed"
+            mark(file, tests, scale, state)
+            if options.stage is not None and words[0] == "gpu_tests":
+                tested[part.name] = tests_said(state, file)
         missing += state.startswith("not run")
         failed += not state.startswith(("ok", "not run"))
         summary.append(f"{part.name:16} {time.monotonic() - began:4.0f} s  {state}")
@@ -207,12 +226,24 @@ def stream(command: list[str], limit: float, say: Callable) -> int:
         ["timeout", "--kill-after=5", f"{limit:.1f}", *command],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
     )  # fmt: skip
+    reader = threading.Thread(target=lambda: [say(line.rstrip("\n")) for line in process.stdout], daemon=True)
+    reader.start()
     try:
-        for line in process.stdout:
-            say(line.rstrip("\n"))
         return process.wait()
     finally:
         process.terminate()  # on Ctrl-C; timeout hands it on
+        process.wait()
+        with contextlib.suppress(ProcessLookupError):  # what is left of it would take time from the next part
+            os.killpg(process.pid, signal.SIGKILL)
+        reader.join(5)  # something in a session of its own may still hold the other end
+
+
+def tests_said(state: str, file: Path) -> str:
+    """Of a part of tests; those that it did not get to are not run, not failed."""
+    failed = json.loads(file.read_text()).get("failed", 0) if file.exists() else 1
+    if state == "ok":
+        return "passed"
+    return "not run" if state.startswith("not run") or (state == "out of time" and not failed) else "failed"
 
 
 def ended(code: int, file: Path) -> str:
@@ -224,10 +255,11 @@ def ended(code: int, file: Path) -> str:
     return f"not run: {result['not_run']}" if "not_run" in result else "ok"
 
 
-def mark(file: Path, tests: str, scale: str) -> None:
-    """Adds to a result whether its tests passed and what scale it has."""
+def mark(file: Path, tests: str, scale: str, state: str) -> None:
+    """Adds to a result whether its tests passed, what scale it has and, where it is not whole, why."""
     if file.exists():
         data = json.loads(file.read_text()) | {"scale": scale}
+        data |= {} if state == "ok" or state.startswith("not run") else {"ended": state}
         data = {"tests": tests} | data if "tests" not in data else data  # gpu_tests lists its own
         write_atomically(file, (json.dumps(data, indent=1) + "\n").encode())
 

@@ -30,30 +30,30 @@ TOLERANCE = 1e-3  # of the losses, relative; the sums of the ranks come in anoth
 
 def alone(device: torch.device, numbers: int, seconds: float) -> list[dict]:
     """A row for each way and type: {"how", "dtype", "us" or "not_run"}."""
-    on_gpu, rows = device.type == "cuda", []
-    dist.init_process_group("nccl" if on_gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)
-    for dtype in (torch.float32, torch.bfloat16):
-        values = torch.randn(numbers, device=device).to(dtype)
-        before = values.clone()
-        calls = {"all_reduce": lambda values=values: dist.all_reduce(values)}
-        for call in calls.values():
-            call()
-        if on_gpu:
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL has threads of its own
-                dist.all_reduce(values)
-            calls["all_reduce in a CUDA graph"] = graph.replay
-        times = measure(calls, device, seconds=seconds)
-        rows += [{"how": how, "us": time["p50"] * 1e6} for how, time in times.items()]
-        if not on_gpu:
-            rows.append({"how": "all_reduce in a CUDA graph", "not_run": "needs an NVIDIA GPU"})
-        for row in rows[-2:]:
-            row |= {"dtype": str(dtype).removeprefix("torch."), "numbers": numbers}
-        if not torch.equal(values, before):
-            raise RuntimeError(f"a sum over one rank in {dtype} is not what went in")
-    dist.destroy_process_group()
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    rows = [row for dtype in (torch.float32, torch.bfloat16) for row in _reduced(device, dtype, numbers, seconds)]
+    dist.destroy_process_group()  # for which NCCL waits until no graph holds it
     return rows
+
+
+def _reduced(device: torch.device, dtype: torch.dtype, numbers: int, seconds: float) -> list[dict]:
+    on_gpu = device.type == "cuda"
+    values = torch.randn(numbers, device=device).to(dtype)
+    before = values.clone()
+    calls = {"all_reduce": lambda: dist.all_reduce(values)}
+    dist.all_reduce(values)
+    if on_gpu:
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL has threads of its own
+            dist.all_reduce(values)
+        calls["all_reduce in a CUDA graph"] = graph.replay
+    rows = [{"how": how, "us": time["p50"] * 1e6} for how, time in measure(calls, device, seconds=seconds).items()]
+    if not on_gpu:
+        rows.append({"how": "all_reduce in a CUDA graph", "not_run": "needs an NVIDIA GPU"})
+    if not torch.equal(values, before):
+        raise RuntimeError(f"a sum over one rank in {dtype} is not what went in")
+    return [row | {"dtype": str(dtype).removeprefix("torch."), "numbers": numbers} for row in rows]
 
 
 def losses(small: bool, device: torch.device, rank: int = 0, ranks: int = 1) -> list[float]:

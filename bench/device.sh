@@ -1,27 +1,35 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, the most important first, in three stages of under ten minutes each:
+# Everything that needs a GPU, in stages of four minutes, the most important first, in each of them too:
 #
-#   bench/device.sh 1|2|3            results go to $OUT, by default bench/results/<card>-<date>/
-#   bench/device.sh 1|2|3 --smoke    the same in small, on the CPU
+#   bench/device.sh STAGE [--limit SECONDS] [--parts NAME...]    results: $OUT, by default bench/results/<card>-<date>/
+#   bench/device.sh STAGE --smoke                                the same in small, on the CPU
 #
-#   1  ceilings and clocks; the tests of the step and its kernels; compute-sanitizer; ViT-S at 512, 1,024 and 2,048.
-#      Needs torch, triton, timm and pytest, no DALI and no tyro.
-#   2  every change of the step that waits for its proof (bench/variants); products; Nsight Compute; ViT-B; collectives
-#   3  with DALI and tyro: tests of the input path and of whole runs; kinds of JPEG; threads; train.py end to end
+# Seconds are what is expected on an H100 or H200 with 16 cores, compiling included. They are not measured, but for
+# tests of the kernels (60 s one after the other) and steps (36 and 88 ms): a network compiles in 45 s, in 15 where
+# runs/compiled has it from a stage before, and a process takes 8 s until it begins.
 #
-# What was compiled is kept in runs/compiled for the stages that follow. IMAGES is a folder of images for the input path
-# (default: generated ones), PYTHON the interpreter (default: python3). Exit code 0: all of it has run, and passed.
+#   1  machine 12: clocks, ceilings; gpu_tests 50: the step and its kernels against the reference, in 8 processes;
+#      step_vit_s 85: batch 512 as a CUDA graph, with a trace; kernels 45; step_vit_s_compiled 35           227 s
+#   2  variant_tests 25; variants 145: what should save the most of a step, alone and together; step_vit_b 75   245 s
+#   3  data_tests 70: the decoder's memory, loader, train.py; train 80: train.py end to end; pipeline 55        205 s
+#   4  products 60; sanitizer 90; counters 45; collectives 45                                                240 s
+#   5  variants_later 175: the other variants; step_vit_s_1024 65                                            240 s
+#   6  program_tests 60: fine-tuning, detection; kinds 50: kinds of JPEG; host 25; step_vit_s_2048 70           205 s
+#
+# 3 and 6 need DALI and tyro (program_tests pycocotools too), the others torch, triton, timm and pytest. IMAGES is a
+# folder of images for the input path (default: generated ones; batches of 512), PYTHON the interpreter (default:
+# python3). Exit code 0: all of it has run, and passed. What the limit cut off is "out of time"; --parts takes it up.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-if [[ ! "${*:-}" =~ ^[123](\ --smoke)?$ ]]; then
-    echo "usage: bench/device.sh 1|2|3 [--smoke]" >&2
+if [[ ! "${1:-}" =~ ^[1-6]$ ]]; then
+    echo "usage: bench/device.sh 1|2|3|4|5|6 [--smoke] [--limit SECONDS] [--parts NAME...]" >&2
     exit 2
 fi
-if [ $# = 1 ] && ! nvidia-smi --query-gpu=name --format=csv,noheader >/dev/null; then
+if [[ " $* " != *" --smoke "* ]] && ! nvidia-smi --query-gpu=name --format=csv,noheader >/dev/null; then
     echo "bench/device.sh: nvidia-smi names no GPU; on a CPU: --smoke" >&2
     exit 2
 fi
 export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$PWD/runs/compiled/inductor}"
 export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$PWD/runs/compiled/triton}"
-exec "${PYTHON:-python3}" -m bench all --stage "$@" ${OUT:+--out "$OUT"} ${IMAGES:+--images "$IMAGES"}
+exec "${PYTHON:-python3}" -m bench all ${OUT:+--out "$OUT"} ${IMAGES:+--images "$IMAGES"} --stage "$@"

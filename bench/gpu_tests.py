@@ -4,6 +4,7 @@ A test that is skipped, for want of a package or of the GPU, has not been run: "
 """
 
 import argparse
+from importlib.util import find_spec
 
 import pytest
 
@@ -44,9 +45,12 @@ def conclusions(d: dict) -> dict:
 def main(arguments: list[str]) -> int:
     options = environment.parser("gpu_tests", "The tests marked gpu.")
     options.add_argument("--files", nargs="+", help="below tests/, in this order [all that have such tests]")
+    options.add_argument("--workers", type=int, default=1, help="processes, with pytest-xdist: most of it is compiling")
     options = options.parse_args(arguments)
     tests = environment.ROOT / "tests"
     files = [tests / file for file in options.files or ()]
     files = files or sorted(path for path in tests.rglob("test_*.py") if "mark.gpu" in path.read_text())
     command = ["-m", "gpu", "--continue-on-collection-errors", "-p", "no:cacheprovider", *map(str, files)]
+    if options.workers > 1 and environment.device().type == "cuda" and find_spec("xdist"):
+        command += ["-n", str(options.workers)]
     return int(pytest.main(command, plugins=[Outcomes(options)]))

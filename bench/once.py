@@ -1,6 +1,9 @@
 """Every kernel once, for tools that look at each launch: ``bench sanitizer`` and ``bench counters`` run this."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 
 import torch
@@ -77,6 +80,18 @@ def calls(device: torch.device, *, small: bool) -> dict[str, Callable]:
         with_columns, products,
     )  # fmt: skip
     return dict(zip(NAMES, found, strict=True))
+
+
+def looked_at(tool: list[str], words: list[str], limit: int, **variables: str) -> tuple[str, int]:
+    """What a tool and this program with ``words`` say, and the exit code: 124 or 137 after ``limit`` seconds."""
+    command = ["timeout", "--kill-after=5", str(limit), *tool, sys.executable, "-m", "bench", "once", *words]
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    with subprocess.Popen(command, cwd=environment.ROOT, env=os.environ | variables, **how) as process:
+        try:
+            return process.communicate()[0], process.returncode
+        except BaseException:
+            process.terminate()  # the tool must not outlive us; timeout hands it on
+            raise
 
 
 def main(arguments: list[str]) -> int:

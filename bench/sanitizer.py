@@ -4,36 +4,28 @@ torch's allocator is turned off for it: within its large pieces nothing is besid
 tool that is missing, or refuses the device, leaves its row "not run", with what it says.
 """
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 import time
 
 from bench import environment
 from bench.findings import finding
-from bench.once import NAMES
+from bench.once import NAMES, looked_at
 
 TOOL = "compute-sanitizer"
-RUNS = (("memcheck", NAMES), ("racecheck", ("sample_views",)))
-LIMIT = 150  # seconds for each
+RUNS = ("memcheck", NAMES, 110), ("racecheck", ("sample_views",), 50)  # seconds at most
 
 
-def check(kind: str, kernels: tuple[str, ...], tool: str) -> dict:
+def check(kind: str, kernels: tuple[str, ...], limit: int) -> dict:
     """One row: {"tool", "kernels", "seconds", and "errors" or "not_run"}."""
     row = {"tool": kind, "kernels": list(kernels)}
-    if shutil.which(tool) is None:
-        return row | {"not_run": f"{tool} is not installed"}
-    command = ["timeout", "--kill-after=5", str(LIMIT), tool, "--tool", kind]
-    command += [sys.executable, "-m", "bench", "once", "--small", "--kernels", *kernels]
+    if shutil.which(TOOL) is None:
+        return row | {"not_run": f"{TOOL} is not installed"}
+    tool = [TOOL, "--tool", kind, "--target-processes", "application-only"]  # not the compilers that Triton starts
     start = time.monotonic()
-    done = subprocess.run(
-        command, cwd=environment.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-    )  # fmt: skip
-    print(done.stdout[-4000:])
-    return row | {"seconds": round(time.monotonic() - start, 1)} | outcome(done.stdout, done.returncode, kernels)
+    said, code = looked_at(tool, ["--small", "--kernels", *kernels], limit, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+    print(said[-4000:])
+    return row | {"seconds": round(time.monotonic() - start, 1)} | outcome(said, code, kernels)
 
 
 def outcome(said: str, code: int, kernels: tuple[str, ...]) -> dict:
@@ -43,11 +35,12 @@ def outcome(said: str, code: int, kernels: tuple[str, ...]) -> dict:
     errors = int(summary[1] or summary[2]) if summary else 0
     if errors and reached:  # an error may be what ends the program
         return {"errors": errors}
+    done = f"after {len(reached)} of {len(kernels)}"
     if code in (124, 137):
-        return {"not_run": f"not done after {LIMIT} s"}
+        return {"not_run": f"out of time {done}"}
     if summary is None or len(reached) < len(kernels) or code:
         last = [line for line in said.splitlines() if line.strip()][-1:] or ["it says nothing"]
-        return {"not_run": f"ended with exit code {code} after {len(reached)} of {len(kernels)}: {last[0]}"}
+        return {"not_run": f"ended with exit code {code} {done}: {last[0]}"}
     return {"errors": errors}
 
 
@@ -62,9 +55,9 @@ def conclusions(d: dict) -> dict:
 def main(arguments: list[str]) -> int:
     options = environment.parser("sanitizer", "compute-sanitizer on every kernel.").parse_args(arguments)
     on_gpu, result = environment.device().type == "cuda", {"rows": []}
-    for kind, kernels in RUNS:
+    for kind, kernels, limit in RUNS:
         without = {"tool": kind, "kernels": list(kernels), "not_run": "needs an NVIDIA GPU"}
-        result["rows"].append(check(kind, kernels, TOOL) if on_gpu else without)
+        result["rows"].append(check(kind, kernels, limit) if on_gpu else without)
         environment.save(options, result | conclusions(result))
     missing = [row["not_run"] for row in result["rows"] if "not_run" in row]
     if missing:

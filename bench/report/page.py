@@ -57,7 +57,7 @@ def page(results: list[Result], picture: str, folder: Path) -> str:
 def _head(result: Result) -> list[str]:
     """What, how, of which code, and what to think of it."""
     flags = {"smoke": ["smoke run: its figures say nothing"], "small": ["small sizes"]}.get(result.scale, [])
-    for key in ("not_run", "tests"):  # of pytest's outcomes a list
+    for key in ("ended", "not_run", "tests"):  # of pytest's outcomes a list
         value = result.data.get(key)
         flags += [f"{key}: {value}"] if isinstance(value, str) else []
     marks = " ".join(f'<span class="flag">{_text(flag)}</span>' for flag in flags)

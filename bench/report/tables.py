@@ -60,7 +60,8 @@ def by_machine(results: list[Result]) -> Iterable[tuple[str, str, Table]]:
         commands += ["as above" if b is a else b.command for a, b in pairwise(sources)]
         table = [["what", "result", "command", "file", "commit"]]
         for (row, result), command in zip(found, commands, strict=True):
-            text = "; ".join([shown(row), row["more"]] if "more" in row else [shown(row)])
+            more = [row.get("more"), result.data.get("ended")]  # the latter of a result that is not whole
+            text = "; ".join([shown(row), *filter(None, more)])
             commit = short(row["commit"]) if "commit" in row else result.commit
             table.append([row["what"], text, command, f"`{result.path.name}`", commit])
         date = f" {sources[0].date}," if sources[0].date else ""

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from pathlib import Path
 
 from conftest import ROOT
@@ -49,19 +50,24 @@ def test_no_speed_behind_failing_tests_and_on_after_failures(tmp_path, monkeypat
 
 
 def test_no_speed_in_a_stage_whose_tests_fail(tmp_path, monkeypatch, capsys):
-    """And what was not run is no success; in a smoke run it is no failure."""
+    """Of what stands behind them; what was not run or cut off is no success, the first in a smoke run no failure."""
     parts = (
-        everything.Part("machine", "machine", 60, speed=False), everything.Part("tests", "gpu_tests", 60, speed=False),
-        everything.Part("sanitizer", "sanitizer", 60, speed=False), everything.Part("step", "step --trace TRACE", 60),
+        everything.Part("machine", "machine", 60), everything.Part("gpu_tests", "gpu_tests", 60),
+        everything.Part("step", "step --trace TRACE", 60), everything.Part("host", "host", 60, behind="others"),
     )  # fmt: skip
     monkeypatch.setitem(everything.STAGES, 1, parts)
     monkeypatch.setattr(everything, "graphics_card", lambda: "card")
-    limits, code = {}, {"gpu_tests": 1}
+    limits, code, failures = {}, {"gpu_tests": 1}, 0
 
     def stream(command, limit, say):
         limits[command[3]] = limit
-        result = {"subject": command[3], "machine": {}} | ({"not_run": "2 tests"} if command[3] == "gpu_tests" else {})
-        Path(command[-1]).write_text(json.dumps(result))
+        result = {
+            "subject": command[3],
+            "machine": {"device": "card"},
+            "findings": [{"what": command[3], "result": "seen"}],
+        }
+        more = {"not_run": "2 tests", "failed": failures} if command[3] == "gpu_tests" else {}
+        Path(command[-1]).write_text(json.dumps(result | more))
         if command[3] == "step":
             assert command[4:6] == ["--trace", str(tmp_path / "step.trace.json.gz")]
         return code.get(command[3], 0)
@@ -72,16 +78,41 @@ def test_no_speed_in_a_stage_whose_tests_fail(tmp_path, monkeypatch, capsys):
         failed = everything.main(["--stage", "1", "--out", str(tmp_path), *more])
         return failed, dict(re.findall(r"^(\w+) +\d+ s  (.*)$", capsys.readouterr().out, re.MULTILINE))
 
+    def said(part):
+        return json.loads((tmp_path / f"{part}.json").read_text())
+
     failed, ended = states()
-    assert (failed, ended["tests"], ended["sanitizer"]) == (2, "failed, exit code 1", "ok")
+    assert (failed, ended["gpu_tests"], ended["host"]) == (2, "failed, exit code 1", "ok")
     assert ended["step"] == "not measured: its tests failed" and "step" not in limits and limits["machine"] == 60
-    assert json.loads((tmp_path / "step.json").read_text())["tests"] == "failed"
+    assert said("step")["tests"] == "failed" and said("host")["tests"] == "none"
+    code = {"gpu_tests": 124, "host": 124}
+    failed, ended = states("--limit", "30")
+    assert (failed, ended["gpu_tests"], ended["step"], ended["host"]) == (2, "out of time", "ok", "out of time")
+    assert said("step")["tests"] == "not run" and limits["machine"] <= 30
+    (_, _, table), *_ = tables.by_machine([result for result in read(tmp_path) if result.subject == "host"])
+    assert table[1][1] == "seen; out of time"
+    failures = 1
+    assert states()[1]["step"] == "not measured: its tests failed"
     code.clear()
     failed, ended = states()
-    assert (failed, ended["tests"], ended["step"]) == (1, "not run: 2 tests", "ok")
-    assert json.loads((tmp_path / "step.json").read_text())["tests"] == "not run", "by those that were skipped"
+    assert (failed, ended["gpu_tests"], ended["step"]) == (1, "not run: 2 tests", "ok")
+    assert said("step")["tests"] == "not run" and "ended" not in said("host")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert states("--smoke")[0] == 0
+
+
+def test_nothing_of_a_part_outlives_it(tmp_path):
+    """What it has started would take time from the next one; what left its group and holds its output stops nobody."""
+    script = f"sleep 60 & echo $! > {tmp_path}/pid"
+    said = []
+    assert everything.stream(["sh", "-c", f"echo a line; {script}; sleep 60"], 1, said.append) in (124, 137)
+    assert said == ["a line"]
+    start = time.monotonic()
+    assert everything.stream(["sh", "-c", f"setsid sleep 40 & {script}; exit 3"], 60, print) == 3
+    status = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
+    while status.exists() and status.read_text().split()[2] != "Z" and time.monotonic() < start + 30:
+        time.sleep(0.05)
+    assert time.monotonic() < start + 30
 
 
 def test_every_part_names_tests_that_exist():
@@ -90,4 +121,5 @@ def test_every_part_names_tests_that_exist():
             file, _, name = test.partition("::")
             assert f"def {name}" in (ROOT / "tests" / file).read_text(), test
     for stage in everything.STAGES.values():
-        assert sum(part.seconds for part in stage) < 1.3 * everything.STAGE_LIMIT  # they seldom need their limits
+        assert sum(part.seconds for part in stage) < 2 * everything.STAGE_LIMIT  # they seldom need their limits
+        assert len({part.name for part in stage}) == len(stage) <= 6  # with a trace and a log 8 files

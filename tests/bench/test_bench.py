@@ -20,28 +20,27 @@ from bench.report import tables
 from bench.report.results import read
 from bench.train import balance
 
+TESTS = {"passed", "failed", "skipped", "tests", "not_run"}
+STEP = {"recipe", "flop_per_pair", "peak_flop_per_second", "eager"}
 STAGES = {  # keys that the result of each part has to have, where it is run
     1: {
-        "machine": {"copy_bytes_per_second", "flop_per_second"},
-        "gpu_tests": {"passed", "failed", "skipped", "tests", "not_run"},
-        "sanitizer": {"rows", "not_run"},
-        "step_vit_s": {"recipe", "flop_per_pair", "peak_flop_per_second", "eager"},
-    },
-    2: {
-        "products": {"rows", "best_flop_per_second"},
+        "machine": {"copy_bytes_per_second", "flop_per_second"}, "gpu_tests": TESTS, "step_vit_s": STEP,
         "kernels": {"copy_bytes_per_second", "rows"},
-        "counters": {"rows", "not_run"},
-        "step_vit_b": {"recipe", "flop_per_pair", "peak_flop_per_second", "eager"},
-        "collectives": {"alone", "two"},
     },
+    2: {"variant_tests": TESTS, "step_vit_b": STEP},
     3: {
-        "data_tests": {"passed", "failed", "skipped", "tests", "not_run"},
-        "kinds": {"rows"},
-        "host": {"next_ms", "checkpoint_ms"},
+        "data_tests": TESTS, "train": {"pairs_per_second", "data_wait", "metrics"},
         "pipeline": {"recipe", "rates", "stages", "parity"},
-        "train": {"pairs_per_second", "data_wait", "metrics"},
     },
-}
+    4: {
+        "products": {"rows", "best_flop_per_second"}, "sanitizer": {"rows", "not_run"},
+        "counters": {"rows", "not_run"}, "collectives": {"alone", "two"},
+    },
+    5: {"step_vit_s_1024": STEP},
+    6: {
+        "program_tests": TESTS, "kinds": {"rows"}, "host": {"next_ms", "checkpoint_ms"}, "step_vit_s_2048": STEP,
+    },
+}  # fmt: skip
 # All parts in one process, where each would import torch again. ``--variants`` is run by a test of its own.
 IN_ONE = """
 import contextlib, io, sys
@@ -60,12 +59,12 @@ def stream(command, limit, say):
 everything.stream = stream
 for stage in {stages}:
     print("STAGE")
-    if everything.main(["--smoke", "--stage", str(stage), "--out", "{folder}/" + str(stage)]):
+    if everything.main(["--smoke", "--limit", "600", "--stage", str(stage), "--out", "{folder}/" + str(stage)]):
         sys.exit(1)
 """
 
 
-@pytest.mark.parametrize("stages, blocked", [((1, 2), ["tyro", "nvidia.dali"]), ((3,), [])])
+@pytest.mark.parametrize("stages, blocked", [((1, 2, 4, 5), ["tyro", "nvidia.dali"]), ((3, 6), [])])
 def test_stages_run_every_part(tmp_path, stages, blocked):
     """Without DALI and tyro where those are not needed."""
     done = run_program("-c", IN_ONE.format(blocked=blocked, stages=stages, folder=tmp_path), CUDA_VISIBLE_DEVICES="")
@@ -77,7 +76,7 @@ def test_stages_run_every_part(tmp_path, stages, blocked):
 def check_stage(stage, ended, folder):
     """``ended``: the state of each part."""
     wanted = STAGES[stage]
-    assert set(ended) - {"variants"} == set(wanted)
+    assert set(ended) - {"variants", "variants_later"} == set(wanted)
     for part, state in ended.items():
         assert state.startswith("not run: " if "not_run" in wanted.get(part, ()) else "ok"), (part, state)
     files = {path.name for path in folder.iterdir()}
@@ -112,9 +111,9 @@ def test_the_device_script_takes_a_stage(tmp_path):
         command = [ROOT / "bench/device.sh", *arguments]
         return subprocess.run(command, capture_output=True, text=True, env=kept | given)
 
-    done = script("2", "--smoke")
-    assert done.stdout == f"-m bench all --stage 2 --smoke --out there {ROOT}/runs/compiled/inductor kept\n"
-    for wrong in ((), ("4",), ("--smoke",), ("1", "2"), ("1", "--quick")):
+    done = script("2", "--smoke", "--limit", "9")
+    assert done.stdout == f"-m bench all --out there --stage 2 --smoke --limit 9 {ROOT}/runs/compiled/inductor kept\n"
+    for wrong in ((), ("7",), ("--smoke",), ("12",)):
         assert script(*wrong).returncode == 2 and "usage" in script(*wrong).stderr
 
 
@@ -131,7 +130,7 @@ def test_what_sanitizer_and_counters_say():
     assert "Device not supported" in sanitizer.outcome("========= Error: Device not supported\n", 255, both)["not_run"]
     races = "sample_views\n========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n"
     assert sanitizer.outcome(races, 0, both[:1]) == {"errors": 0}
-    assert "not done" in sanitizer.outcome("sample_views\n", 124, both)["not_run"]
+    assert sanitizer.outcome("sample_views\n", 124, both) == {"not_run": "out of time after 1 of 2"}
     names = list(counters.METRICS.values())
     page = '==PROF== Connected\n"ID","Kernel Name","' + '","'.join(names) + '"\n"","","byte"\n'
     page += '"0","_gather_kernel","1,000","24","","","3","2","5e3"\n'
@@ -141,6 +140,8 @@ def test_what_sanitizer_and_counters_say():
         "load_requests": 2, "ns": 5000,
     }  # fmt: skip
     assert counters.counted("==ERROR== LibraryNotLoaded\n") == []
+    names = "_down_backward_kernel", "void at::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate<float>(int)"
+    assert all(re.search(counters.KERNELS.removeprefix("regex:"), name) for name in names)
 
 
 def test_a_result_says_what_makes_it(monkeypatch):
