@@ -162,7 +162,7 @@ def rates(index, config, batch, batches, rounds, device, cores) -> list[dict]:
         return lambda first, last: (both.views[1] for both in loader.batches(first, last))
 
     if device.type == "cuda":
-        threads = sorted({n for n in (2, 4, 6, 8, 12, 16) if n < cores} | {cores})
+        threads = sorted({n for n in (4, 6, 8) if n < cores} | {cores})
         providers = {f"this loader, threads: {n}": ours(n) for n in threads}
     else:
         providers = {f"this loader, threads: {cores}": ours(cores)}

@@ -20,7 +20,8 @@ What cannot run on a device is a row without times that says why. Weights and in
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -99,9 +100,9 @@ def _fp8(x: Tensor, weight: Tensor, bias: Tensor) -> Callable:
     return lambda: torch._scaled_mm(small, smaller.t(), **more)
 
 
-def rows_of(recipe: str, batch: int, device: torch.device, seconds: float) -> list[dict]:
-    """A row for each product of a block and each way to it."""
-    sizes, found = Sizes.of(dataclasses.replace(RECIPES[recipe], batch_size=batch)), []
+def rows_of(recipe: str, batch: int, device: torch.device, seconds: float) -> Iterator[dict]:
+    """A row for each product of a block and each way to it, layer by layer."""
+    sizes = Sizes.of(dataclasses.replace(RECIPES[recipe], batch_size=batch))
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     rows = 2 * sizes.images * sizes.tokens
     for name, i, o in sizes.blocks:
@@ -119,8 +120,7 @@ def rows_of(recipe: str, batch: int, device: torch.device, seconds: float) -> li
                 time = times[what, how]
                 row |= {f"{p}_us": time[p] * 1e6 for p in ("p20", "p50", "p80")}
                 row |= {"flop_per_second": 2 * rows * i * o / time["p50"]}
-            found.append(row if callable(call) else row | {"not_run": call})
-    return found
+            yield row if callable(call) else row | {"not_run": call}
 
 
 def conclusions(d: dict) -> dict:
@@ -155,8 +155,9 @@ def main(arguments: list[str]) -> int:
     best = matrix_product(device, 0.1 if options.smoke else 1)
     result = {"batch_size": batch, "dtype": best["dtype"], "best_flop_per_second": best["best"], "rows": []}
     for recipe in options.recipe:
-        result["rows"] += rows_of(recipe, batch, device, seconds)
-        environment.save(options, result | conclusions(result))
+        for _, rows in itertools.groupby(rows_of(recipe, batch, device, seconds), lambda row: row["layer"]):
+            result["rows"] += rows
+            environment.save(options, result | conclusions(result))
     columns = ("recipe", "layer", "shape", "pass", "how", "p20_us", "p50_us", "p80_us")
     environment.print_table([
         {column: row.get(column) for column in columns}

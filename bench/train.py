@@ -54,6 +54,9 @@ def main(arguments: list[str]) -> int:
                 "ranks": ranks, "pairs_per_second": len(rates) / sum(1 / rate for rate in rates),
                 "data_wait": sum(waits) / len(waits),
             }  # fmt: skip
+            if ranks == options.ranks[0]:
+                result |= {name: row[name] for name in ("pairs_per_second", "data_wait")} | {"metrics": lines}
+                environment.save(options, result | conclusions(result))
             threads = Ranks(0, ranks, ranks, environment.device()).threads()
             loader = Loader(
                 index, config.augmentation, image_size=32 if options.smoke else config.image_size,
@@ -62,8 +65,6 @@ def main(arguments: list[str]) -> int:
             alone, _ = drain((both.views[1] for both in loader.batches(0, 12)), batch // ranks)
             row |= balance(row["pairs_per_second"] / ranks, row["data_wait"], config.groups, alone, threads)
             result["runs"].append(row)
-            if ranks == options.ranks[0]:
-                result |= {name: row[name] for name in ("pairs_per_second", "data_wait")} | {"metrics": lines}
             environment.save(options, result | conclusions(result))
     environment.print_table(result["runs"])
     return 0

@@ -25,16 +25,18 @@ STYLE = """
 
 
 def measured(results: list[Result]) -> dict[str, tuple[dict, Result]] | None:
-    """{stage: what is said of it, and where} of the GPU measured last; None if not all are there."""
+    """{stage: what is said of it, and where} of the GPU measured last of which all is there; None without one."""
     ours = [r for r in results if "path" in r.data and r.machine.get("driver") and r.scale != "smoke"]
-    ours = [result for result in ours if result.machine["device"] == ours[0].machine["device"]]
-    found = {}
-    for stage in STAGES:
-        said = [(result.data["path"][stage], result) for result in ours if stage in result.data["path"]]
-        said = [(of, result) for of, result in said if result.date == said[0][1].date]
-        if said:
-            found[stage] = min(said, key=lambda pair: pair[0]["seconds"])
-    return found if found.keys() >= {*STAGES[:4]} else None
+    for device in dict.fromkeys(result.machine["device"] for result in ours):
+        found = {}
+        for stage in STAGES:
+            of = [r for r in ours if r.machine["device"] == device and stage in r.data["path"]]
+            said = [(result.data["path"][stage], result) for result in of if result.date == of[0].date]
+            if said:
+                found[stage] = min(said, key=lambda pair: pair[0]["seconds"])
+        if found.keys() >= {*STAGES[:4]}:
+            return found
+    return None
 
 
 def sizes(images: dict) -> dict[str, float]:

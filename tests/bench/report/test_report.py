@@ -147,6 +147,10 @@ def test_path_takes_the_quickest_of_the_newest_of_one_gpu(tmp_path):
     write(tmp_path / "new-2026-01-02" / "b.json", path={"step": {"seconds": 2.5}})
     found = path.measured(read(tmp_path))
     assert found["step"][0] == {"seconds": 2.5} and found["step"][1].path.name == "b.json"
+    write(
+        tmp_path / "newest-2026-01-04" / "a.json", path={"step": said["step"]}, machine=MACHINE | {"device": "newest"}
+    )
+    assert path.measured(read(tmp_path)) == found, "of the newest all of whose stages are there"
     for file in tmp_path.glob("*/a.json"):
         file.unlink()
     assert path.measured(read(tmp_path)) is None is path.draw(read(tmp_path))
