@@ -64,8 +64,11 @@ def new_optimizer(config: DetectionConfig, detector: nn.Module) -> torch.optim.A
     norm = dict.fromkeys(vit.norm.parameters())
     rest = [parameter for name, parameter in detector.named_parameters() if not name.startswith("backbone.vit.")]
     rest += norm
-    for group in groups:  # to timm the last block is the top layer, and the norm a part of it; here the heads are
-        group["lr_scale"] *= config.layer_decay
+    # To timm the norm is a part of the last block, and that the top layer but for a pooling with parameters, which the
+    # pyramid leaves out; here the heads are.
+    top = max(group["lr_scale"] for group in groups)
+    for group in groups:
+        group["lr_scale"] *= config.layer_decay / top
         group["params"] = [parameter for parameter in group["params"] if parameter not in norm]
     for flat in (False, True):  # biases and norms have one dimension
         some = [parameter for parameter in rest if (parameter.ndim < 2) == flat]

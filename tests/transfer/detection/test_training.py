@@ -16,6 +16,7 @@ from model import create_encoder, timm_arguments
 from model.encoder import sincos_position_embedding
 from model.export import export_model
 from run.ranks import Ranks
+from transfer.detection.detector import create_detector
 from transfer.detection.recipes import RECIPES, SPLITS, DetectionConfig, learning_rate
 from transfer.detection.scenes import make_scenes
 from transfer.detection.training import DetectorTraining, new_detector, new_optimizer, open_data
@@ -114,12 +115,16 @@ def test_learning_rates_by_layer_and_step():
     config = dataclasses.replace(
         RECIPES["coco"], model="vit_tiny_patch16_224", image_size=64, window=0, width=8, warmup_steps=10
     )
-    detector, _ = new_detector(config, 4)
-    of = {
-        id(parameter): (group["lr_scale"], group["weight_decay"])
-        for group in new_optimizer(config, detector).param_groups
-        for parameter in group["params"]
-    }
+
+    def rates(detector):
+        return {
+            id(parameter): (group["lr_scale"], group["weight_decay"])
+            for group in new_optimizer(config, detector).param_groups
+            for parameter in group["params"]
+        }
+
+    detector, description = new_detector(config, 4)
+    of = rates(detector)
     trainable = {name: p for name, p in detector.named_parameters() if p.requires_grad}
     assert len(of) == len(trainable)
     vit, head = "backbone.vit.", "roi_heads.box_predictor.cls_score."
@@ -129,8 +134,14 @@ def test_learning_rates_by_layer_and_step():
         (head + "bias", 0, 0), ("backbone.levels.0.0.weight", 0, 0.1), (vit + "norm.weight", 0, 0),
     ):  # fmt: skip
         assert of[id(trainable[name])] == (pytest.approx(0.7**power), decay), name
-    rates = [learning_rate(config, step, 2700) / config.lr for step in (0, 9, 10, 2399, 2400, 2599, 2600, 2699)]
-    assert rates == pytest.approx([0.1, 1, 1, 1, 0.1, 0.1, 0.01, 0.01])
+    averaged = create_encoder(  # its norm is behind the pooling
+        config.model, sincos=True, frozen_patch_embed=False, seed=0, img_size=64, num_classes=0, global_pool="avg"
+    )
+    of, blocks = rates(create_detector(averaged, **description["arguments"], seed=0)), averaged.blocks
+    assert [of[id(block.attn.qkv.weight)][0] for block in blocks] == pytest.approx([0.7 ** (12 - i) for i in range(12)])
+    steps = 0, 9, 10, 2399, 2400, 2599, 2600, 2699
+    shares = [learning_rate(config, step, 2700) / config.lr for step in steps]
+    assert shares == pytest.approx([0.1, 1, 1, 1, 0.1, 0.1, 0.01, 0.01])
 
 
 def a_batch():
