@@ -92,6 +92,7 @@ def probe(config: TuneConfig, ranks: Ranks, index: Index, evaluation: Index) -> 
     if ranks.count > 1:
         raise ValueError(f"--probe {config.probe} on {ranks.count} ranks; expected one process")
     vit, description = new_model(config, 0)
+    square(vit)
     config.output.mkdir(parents=True, exist_ok=True)  # whether it can be is not said only behind the measurement
     with shown(f"{config.probe} probe", "embedding images") as progress:
         scores = PROBES[config.probe](

@@ -15,6 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import finetune
+from model.encoder import create_plain
 from run.signals import StopRequest
 from transfer.finetuning import new_model
 
@@ -139,7 +140,7 @@ def test_classes_are_matched_by_name(data, tmp_path, capsys, change, says):
     assert not (tmp_path / "run" / "config.json").exists()
 
 
-def test_an_encoder_is_taken_whole_or_not_at_all(data, tuned, tmp_path, capsys):
+def test_an_encoder_is_taken_whole_or_not_at_all(data, tuned, tmp_path, capsys, monkeypatch):
     arguments = ["--encoder", str(tmp_path / "model")]
     without = [word for option in ("--depth", "--patch-size", "--image-size", "--model") for word in (option,)]
     kept = [w for i, w in enumerate(TINY) if w not in without and (i == 0 or TINY[i - 1] not in without)]
@@ -157,6 +158,12 @@ def test_an_encoder_is_taken_whole_or_not_at_all(data, tuned, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         finetune.main([*more, "--output", str(tmp_path / "run")])
     assert "1 missing: blocks.0.mlp.fc1.weight" in capsys.readouterr().err
+    wide = create_plain("vit_tiny_patch16_224", {"img_size": (16, 32), "num_classes": 0, "depth": 1})
+    monkeypatch.setattr(finetune, "new_model", lambda *_: (wide, description))
+    for probe in ([], ["--probe", "knn"]):
+        with pytest.raises(SystemExit, match="2"):
+            finetune.main([*more, *probe, "--output", str(tmp_path / "run")])
+        assert "takes images of 16 x 32 pixels; expected square ones" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["linear", "knn"])
