@@ -38,8 +38,9 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def save(folder: Path, step: int, state: dict[str, Any], *, last: int, every: int) -> Path:
-    """Saves ``state`` as the checkpoint of ``step``, and removes the others but for the newest ``last`` and, unless
-    ``every`` is 0, those whose step is a multiple of it. Where the disk does not take it: OSError, and nothing changes.
+    """Saves ``state`` as the checkpoint of ``step``, and removes older ones but for the newest ``last``, this one among
+    them, and, unless ``every`` is 0, those whose step is a multiple of it. (Newer ones are damaged: a run goes on from
+    the newest that is whole.) Where the disk does not take it: OSError, and nothing changes.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{step:08d}.pt"
@@ -51,7 +52,7 @@ def save(folder: Path, step: int, state: dict[str, Any], *, last: int, every: in
             if not isinstance(cause, OSError):
                 raise
             raise OSError(cause.errno, cause.strerror, str(path)) from None
-    for old in _all(folder)[:-last]:
+    for old in [old for old in _all(folder) if step_of(old) <= step][:-last]:
         if not every or step_of(old) % every:
             old.unlink()
     return path

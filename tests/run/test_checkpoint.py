@@ -28,6 +28,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(tmp_path):
     data[20_000] ^= 1
     flipped.write_bytes(data)
     torn.write_bytes(torn.read_bytes()[:-100])
+    saved = [checkpoint.save(tmp_path, 0, {}, last=1, every=0), flipped, torn]
+    assert sorted(tmp_path.iterdir()) == saved  # what is saved stays, whatever is left of later steps
     path, damaged = checkpoint.newest(tmp_path)
     assert path == first and [line.split(" is damaged")[0] for line in damaged] == [str(torn), str(flipped)]
     first.write_bytes(b"")
