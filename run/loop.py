@@ -108,12 +108,12 @@ class Loop:
         """Of each window the number of its first batch, its batches, as they come, and then which of its groups are
         still to be trained on, as (place of the batch in the window, group): for each, a step is taken and told to
         ``took``. A run may have stopped between any two of them."""
-        first, (last, size, taken) = self._window(self.step)[0], self._window(self.total - 1)
-        last += min(size, taken + 1)  # where a run ends within a window, not all of its batches are needed
+        first, (last, size, _) = self._window(self.step)[0], self._window(self.total - 1)
+        last += size  # also where the run ends within a window: a step may take images of any batch of it
         loaded = self.report.waiting_for(self.loader.batches(first, max(first, last)))
         while self.step < self.total and not self.stopped:
             number, size, _ = self._window(self.step)
-            yield number, itertools.islice(loaded, min(size, last - number)), self._turns()
+            yield number, itertools.islice(loaded, size), self._turns()
 
     def steps(self) -> Iterator[Any]:
         """A batch for each step, of one group and a window of one."""
