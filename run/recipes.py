@@ -113,6 +113,7 @@ class ImagesConfig(RunConfig):
         super().__post_init__()
         check(0 <= self.threads <= 1024, self, "threads", "0 to 1024")
         check(0 <= self.warmup_epochs < math.inf, self, "warmup_epochs", "a finite number, 0 or more")
+        check(self.warmup_epochs < self.epochs, self, "warmup_epochs", f"less than the {self.epochs:g} of --epochs")
         check(min(self.betas) >= 0 and max(self.betas) < 1, self, "betas", "two numbers from 0 up to, not including, 1")
         check(self.eval_data is None or self.data is not None, self, "eval_data", "--data beside it")
 

@@ -99,7 +99,6 @@ class TuneConfig(ImagesConfig):
         super().__post_init__()
         check(self.eval_every > 0, self, "eval_every", "more than 0")
         check(not (self.dry_run and self.probe), self, "dry_run", "not with --probe")
-        check(self.warmup_epochs < self.epochs, self, "warmup_epochs", f"less than the {self.epochs:g} of --epochs")
         for name in ("image_size", "patch_size", "depth", "probe_images"):
             check(getattr(self, name) >= 0, self, name, "0 or more")
         for name in ("clip_norm", "mixup", "cutmix"):

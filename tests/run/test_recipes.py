@@ -175,11 +175,11 @@ TOY = {  # what the demo trains with, and what every option is unless a recipe s
 }  # fmt: skip
 NAN, INF = math.nan, math.inf
 BOUNDS = {  # values at the edges of what is taken, and what is refused next to them
-    "epochs": ((0.01, 1e6), (0, -1, NAN, INF)), "batch_size": ((2,), (1, 0)), "checkpoint_every": ((1,), (0,)),
+    "epochs": ((0.21, 1e6), (0, -1, NAN, INF)), "batch_size": ((2,), (1, 0)), "checkpoint_every": ((1,), (0,)),
     "keep_last": ((1,), (0,)), "log_every": ((1,), (0,)), "keep_every": ((0, 1), (-1,)), "max_steps": ((1, None), (0,)),
     "max_bad": ((0, 1), (-0.01, 1.01)), "seed": ((-(2**63), 2**63 - 1), (-(2**63) - 1, 2**63)),
     "lr": ((0, 1), (-1e-9, NAN, INF)), "weight_decay": ((0, 1), (-1e-9, NAN, INF)), "threads": ((0, 1024), (-1, 1025)),
-    "warmup_epochs": ((0, 1e3), (-0.1, INF, NAN)), "betas": (((0, 0), (0.999, 0.999)), ((-0.1, 0.9), (0.9, 1))),
+    "warmup_epochs": ((0, 2.9), (-0.1, 3, NAN)), "betas": (((0, 0), (0.999, 0.999)), ((-0.1, 0.9), (0.9, 1))),
     "image_size": ((1,), (0,)), "groups": ((1,), (0,)), "window": ((1,), (0,)), "accumulate": ((1,), (0,)),
     "redeal": ((False,), (True,)), "head_hidden": ((1,), (0,)), "head_out": ((1,), (0,)),
     "projector_layers": ((1,), (0,)), "predictor_layers": ((1,), (0,)), "temperature": ((1e-9,), (0, INF, NAN)),
