@@ -28,6 +28,7 @@ from pipeline.shown import shown
 from pipeline.waiting import Stopped
 
 from . import checkpoint, curves
+from .program import opening, out_of_memory
 from .progress import SHOWN, Report, TooManySkipped
 from .ranks import Ranks
 from .recipes import RunConfig
@@ -69,6 +70,20 @@ def planned(config: RunConfig, loader: Loads, groups: int = 1) -> int:
     return max(1, round(config.epochs * loader.batches_per_epoch)) * groups
 
 
+def _put_back(training: Trains, state: dict[str, Any], config: RunConfig) -> None:
+    """ValueError for a state with other parts than the training has."""
+    try:
+        training.load_state_dict(state)
+    except (ValueError, KeyError, RuntimeError) as error:  # torch has no class of its own for it
+        if out_of_memory(error):
+            raise
+        said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]:.120}"
+        raise ValueError(
+            f"the checkpoints of {config.output} do not fit this version of the program ({said}); "
+            "go on with the version that wrote them, or choose another --output"
+        ) from error
+
+
 class Loop:
     """Where a run is, and what is done after each of its steps."""
 
@@ -89,7 +104,8 @@ class Loop:
             every=config.log_every, start=self.step, total=self.total, steps_per_epoch=self.steps_per_epoch,
         )  # fmt: skip
         if state:
-            training.load_state_dict(state)
+            with opening(config.PROGRAM):
+                _put_back(training, state, config)
             self.report.load_state_dict(state["report"])
             # Which files are not what they were is found anew each time: they may be back.
             loader.bad.update(
