@@ -70,6 +70,8 @@ def test_what_it_finds_is_what_torchvision_finds():
     with torch.inference_mode():
         expected = detector([image / 255 for image in images])
     found = detect(detector, images, [(64, 48), (40, 64)])
+    [alone] = detect(new_detector(SMALL, 4)[0].eval(), images[1:], [(40, 64)])  # whose first images are low
+    torch.testing.assert_close(alone["boxes"], found[1]["boxes"])
     twice = detect(detector, images, [(128, 96), (80, 128)])
     assert any(len(one["boxes"]) for one in found)
     for theirs, one, other, image in zip(expected, found, twice, images, strict=True):
