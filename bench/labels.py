@@ -94,7 +94,7 @@ def draw(rows: list[dict], file: Path) -> None:
     """Accuracy over labels a class, as a picture; the spread of draws as bars."""
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(8.5, 4.2), layout="constrained")
     styles = {"linear probe": "o-", "k-NN": "s:", "fine-tuned": "^-", "scratch": "x--"}
     for method in dict.fromkeys(row["method"] for row in rows):
         own = [row for row in rows if row["method"] == method]
@@ -107,7 +107,7 @@ def draw(rows: list[dict], file: Path) -> None:
     axes.set_xticks(counts, counts)
     axes.minorticks_off()
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
+    figure.legend(loc="outside right upper", fontsize=7)
     figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
 
 
