@@ -52,13 +52,13 @@ def test_a_file_of_options_goes_between_recipe_and_command_line(tmp_path):
     written, toml = tmp_path / "config.json", tmp_path / "a.toml"
     written.write_text(json.dumps({"program": "train.py", "config": dataclasses.asdict(config)}, default=str))
     assert parse("--config", str(written)) == config
-    changed = dataclasses.replace(config, epochs=2.0, data=Path("y"), ema=None)
-    assert parse("--epochs", "2", "--config", str(written), "--data", "y", "--ema", "None") == changed
+    changed = dataclasses.replace(config, epochs=30.0, data=Path("y"), ema=None)
+    assert parse("--epochs", "30", "--config", str(written), "--data", "y", "--ema", "None") == changed
     toml.write_text(
-        'recipe = "cifar-vit-t"\nbatch-size = 8\nepochs = 2\nbetas = [0.5, 1e-1]\n[augmentation]\nhue = 0\n'
+        'recipe = "cifar-vit-t"\nbatch-size = 8\nepochs = 30\nbetas = [0.5, 1e-1]\n[augmentation]\nhue = 0\n'
     )
     small = RECIPES["cifar-vit-t"]
-    few = {"batch_size": 8, "epochs": 2.0, "betas": (0.5, 0.1)}
+    few = {"batch_size": 8, "epochs": 30.0, "betas": (0.5, 0.1)}
     assert parse("--config", str(toml)) == dataclasses.replace(
         small, augmentation=dataclasses.replace(small.augmentation, hue=0.0), **few
     )
