@@ -9,6 +9,7 @@ import json
 import os
 from pathlib import Path
 
+from pipeline.cache import replacing
 from pipeline.index import Index
 
 FILE = "bad.jsonl"
@@ -27,9 +28,8 @@ def add(path: Path, index: Index, bad: dict[int, str]) -> None:
     lines |= {index.paths[i]: (index.paths[i], reason, _state(index, i)) for i, reason in bad.items()}
     text = (json.dumps(dict(zip(("path", "reason", "state"), line, strict=True))) + "\n" for line in lines.values())
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text("".join(text))
-    os.replace(part, path)
+    with replacing(path) as part:
+        part.write_text("".join(text))
 
 
 def _lines(path):
