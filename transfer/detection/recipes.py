@@ -27,9 +27,9 @@ class DetectionConfig(RunConfig):
     """The encoder as timm names it, for checkpoints that do not say it and for a new one; its default there is ViT-T
     (toy) or ViT-B of 16 pixels a patch."""
     patch_size: int = 0
-    """Pixels a side of a patch of a new encoder; 0 takes the model's own."""
+    """Pixels a side of a patch of a new encoder; 0 takes 8 (toy) or the model's own."""
     depth: int = 0
-    """Transformer blocks of a new encoder; 0 takes the model's own."""
+    """Transformer blocks of a new encoder; 0 takes 4 (toy) or the model's own."""
     train_annotations: Path | None = None
     """Instances to train on, as JSON in COCO's format. Default: a generated dataset."""
     train_images: Path | None = None
@@ -94,6 +94,9 @@ class DetectionConfig(RunConfig):
         check(self.proposals >= 2, self, "proposals", "2 or more")
         check(0 < self.layer_decay <= 1, self, "layer_decay", "a number above 0 and up to 1")
         check(0 <= self.drop_path < 1, self, "drop_path", "a share from 0 up to, not including, 1")
+        if self.encoder != "none":
+            for name in ("patch_size", "depth"):
+                check(not getattr(self, name), self, name, "no such option beside --encoder, which has its own")
         for split in SPLITS:
             both = [getattr(self, f"{split}_{what}") is None for what in ("annotations", "images")]
             if both[0] != both[1]:
@@ -106,13 +109,15 @@ SPLITS = ("train", "eval")
 STRIDES = (4, 8, 16, 32)  # pixels, of the levels of the pyramid
 RECIPES = {
     "toy": DetectionConfig(
-        patch_size=8, depth=4, batch_size=4, workers=0, checkpoint_every=200, log_every=50, image_size=128,
-        scale=(0.8, 1.25), window=0, width=64, proposals=64, lr=5e-4, weight_decay=0.05, layer_decay=1.0,
-        drop_path=0.0, warmup_steps=50,
+        batch_size=4, workers=0, checkpoint_every=200, log_every=50, image_size=128, scale=(0.8, 1.25), window=0,
+        width=64, proposals=64, lr=5e-4, weight_decay=0.05, layer_decay=1.0, drop_path=0.0, warmup_steps=50,
     ),
     "coco": DetectionConfig(recipe="coco", epochs=100, checkpoint_every=1000, log_every=50, lr=1e-4),
 }  # fmt: skip
-NEW = {"toy": "vit_tiny_patch16_224", "coco": "vit_base_patch16_224"}  # where neither an encoder nor a model is named
+NEW = {  # of a new encoder what no option says
+    "toy": {"model": "vit_tiny_patch16_224", "patch_size": 8, "depth": 4},
+    "coco": {"model": "vit_base_patch16_224", "patch_size": 0, "depth": 0},
+}
 
 
 def learning_rate(config: DetectionConfig, step: int, steps: int) -> float:

@@ -35,8 +35,8 @@ def new_detector(config: DetectionConfig, categories: int) -> tuple[nn.Module, d
     encoder that cannot be loaded or does not fit."""
     more = {"drop_path_rate": config.drop_path}
     if config.encoder == "none":
-        sizes = timm_arguments(image_size=config.image_size, patch_size=config.patch_size, depth=config.depth)
-        name = config.model or NEW[config.recipe]
+        own = {key: getattr(config, key) or value for key, value in NEW[config.recipe].items()}
+        name, sizes = own.pop("model"), timm_arguments(image_size=config.image_size, **own)
         vit = create_encoder(name, sincos=True, frozen_patch_embed=False, seed=config.seed, **sizes, **more)
         known = {key: vit.pretrained_cfg[key] for key in ("mean", "std")} | {"model": name, "arguments": sizes}
     else:

@@ -93,7 +93,7 @@ def test_starts_from_a_pretrained_encoder(tmp_path):
     statistics = {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}
     training = {"method": "APS", "recipe": "toy", "steps": 5, "images": 6}
     encoder = export_model(vit, tmp_path / "encoder", name=name, arguments=sizes, training=training, **statistics)
-    config = dataclasses.replace(SMALL, encoder=str(encoder), patch_size=0, depth=0, window=4)
+    config = dataclasses.replace(SMALL, encoder=str(encoder), depth=0, window=4)
     detector, description = new_detector(config, 4)
     assert detector.transform.image_mean == statistics["mean"] and detector.transform.image_std == statistics["std"]
     loaded = detector.backbone.vit.state_dict()
