@@ -31,6 +31,7 @@ from model.export import write_weights
 from run import checkpoint, program
 from run.loop import Loop, planned, running
 from run.ranks import Ranks
+from run.recipes import check
 from run.session import check_batch, named, open_output
 from transfer.detection.batches import CocoLoader
 from transfer.detection.precision import evaluate, table
@@ -50,9 +51,11 @@ def main(arguments: list[str]) -> None:
         )  # fmt: skip
         loader.bad.update(bad)
         detector, description = new_detector(config, len(data.categories))
+        steps = planned(config, loader)
+        expected = f"less than the {steps:,} steps that --epochs {config.epochs:g} takes"
+        check(config.warmup_steps < steps, config, "warmup_steps", expected)
         opened = open_output(config, data, ranks)
 
-    steps = planned(config, loader)
     training = DetectorTraining(config, detector, ranks, steps)
     about = (
         f"recipe {config.recipe}: encoder {config.encoder}, {config.image_size} px; {len(data):,} images of "

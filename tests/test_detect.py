@@ -31,7 +31,7 @@ LEARNS = (
 QUICK = (
     "--recipe", "toy",
     "--device", "cpu", "--depth", "1", "--width", "8", "--batch-size", "4", "--epochs", "1", "--image-size", "64",
-    "--proposals", "16", "--checkpoint-every", "5", "--log-every", "3", "--drop-path", "0.2",
+    "--proposals", "16", "--checkpoint-every", "5", "--log-every", "3", "--drop-path", "0.2", "--warmup-steps", "2",
 )  # fmt: skip
 
 
@@ -168,13 +168,15 @@ def test_gradients_that_are_never_finite_stop_the_run(few, tmp_path):
     assert [len(batch["images"]) for batch in dumped["batches"]] == [4] * 9
 
 
-def test_folders_of_other_programs_and_other_data_are_refused(undisturbed, photos, few, trained, tmp_path, capsys):
+def test_folders_of_other_programs_and_other_data_are_refused(undisturbed, photos, scenes, trained, capsys):
+    options, found = scenes
+    other = "--train-annotations", str(found["eval"].annotations), "--train-images", str(found["eval"].root)
     data = "--data", str(photos), "--eval-data", str(photos), "--batch-size", "8"
     for program, arguments, said in (
-        (main, [*few[0], "--output", str(undisturbed[0])], f"{undisturbed[0]} holds a run of train.py; expected"),
+        (main, [*QUICK, *options, "--output", str(undisturbed[0])], f"{undisturbed[0]} holds a run of train.py"),
         (finetune.main, [*data, "--output", str(trained)], f"{trained} holds a run of detect.py; expected another"),
-        (main, [*LEARNS, *few[0][len(QUICK) :], "--output", str(trained)], "holds a run on other annotations than"),
-        (main, [*LEARNS, *few[0][len(QUICK) :], "--output", str(trained), "--resume", "never"], "--resume never"),
+        (main, [*LEARNS, *other, "--output", str(trained)], "holds a run on other annotations than"),
+        (main, [*LEARNS, *other, "--output", str(trained), "--resume", "never"], "--resume never"),
     ):
         with pytest.raises(SystemExit) as ended:
             program(["--recipe", "toy", "--device", "cpu", *arguments])
@@ -198,6 +200,7 @@ def test_folders_of_other_programs_and_other_data_are_refused(undisturbed, photo
         (("--eval-images", "{images}"), "of 32 files cannot be used, at most 20 may"),
         (("--scale", "2", "1"), "--scale"),
         (("--lr", "nan"), "--lr nan: expected 0 or more"),
+        (("--warmup-steps", "40"), "--warmup-steps 40: expected less than the 40 steps that --epochs 1 takes"),
         (("--output", "{train}"), "is a file; expected a folder"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",

@@ -44,7 +44,7 @@ IN_SMALL = {  # what is added to a command
     "embed.py": ("--device", "cpu", "--threads", "1"),
     "detect.py": (
         "--device", "cpu", "--image-size", "64", "--window", "2", "--width", "8", "--batch-size", "4", "--proposals",
-        "16", "--workers", "0", "--max-steps", "1",
+        "16", "--workers", "0", "--max-steps", "1", "--warmup-steps", "2",
     ),
 }  # fmt: skip
 
