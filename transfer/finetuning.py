@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from timm.data.mixup import Mixup
 from timm.data.random_erasing import RandomErasing
 from timm.models.vision_transformer import VisionTransformer
-from timm.optim import param_groups_layer_decay
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -25,7 +24,7 @@ from run.ranks import Ranks
 from run.recipes import RECIPES, learning_rate
 from run.training import in_half
 
-from .pretrained import load_encoder
+from .pretrained import layer_groups, load_encoder
 from .recipes import TuneConfig
 
 PRETRAINING = {"toy": "toy", "cifar": "cifar-vit-t", "imagenet": "imagenet-vit-s"}  # what from scratch is compared with
@@ -74,13 +73,9 @@ class Tuning:
         mean, std = (255 * torch.tensor(description[name], device=self.device) for name in ("mean", "std"))
         self.mean, self.std = mean[:, None, None], std[:, None, None]
         decay = config.layer_decay if config.encoder != "none" else 1.0
-        groups = param_groups_layer_decay(
-            vit, weight_decay=config.weight_decay, layer_decay=decay, no_weight_decay_list=vit.no_weight_decay()
-        )
-        # To timm the final norm is a part of the last block; to MAE (code release, util/lr_decay.py) of the classifier.
-        norm = dict.fromkeys(vit.norm.parameters())  # in their order, by which a checkpoint knows them
-        groups = [group | {"params": [p for p in group["params"] if p not in norm]} for group in groups]
-        groups.append({"params": list(norm), "weight_decay": 0.0, "lr_scale": 1.0})
+        groups = layer_groups(vit, weight_decay=config.weight_decay, layer_decay=decay)
+        # To MAE (code release, util/lr_decay.py) the final norm is a part of the classifier.
+        groups.append({"params": list(vit.norm.parameters()), "weight_decay": 0.0, "lr_scale": 1.0})
         self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
         self.ema = ModelEmaV3(vit, decay=config.ema, use_warmup=True) if config.ema else None
         classes = vit.num_classes

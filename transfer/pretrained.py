@@ -9,6 +9,7 @@ from typing import Any
 import timm
 from timm.layers import resample_abs_pos_embed
 from timm.models.vision_transformer import VisionTransformer
+from timm.optim import param_groups_layer_decay
 from torch import Tensor
 
 from model import timm_arguments
@@ -79,6 +80,16 @@ def square(vit: VisionTransformer) -> int:
     if height != width:
         raise ValueError(f"--encoder takes images of {height} x {width} pixels; expected square ones: set --image-size")
     return height
+
+
+def layer_groups(vit: VisionTransformer, *, weight_decay: float, layer_decay: float) -> list[dict[str, Any]]:
+    """timm's groups of parameters with their "lr_scale", ``layer_decay`` to the power of the layers above, without the
+    final norm: to timm it is a part of the last block, and for us it learns as what is new on top of the encoder."""
+    groups = param_groups_layer_decay(
+        vit, weight_decay=weight_decay, layer_decay=layer_decay, no_weight_decay_list=vit.no_weight_decay()
+    )
+    norm = set(vit.norm.parameters())
+    return [group | {"params": [p for p in group["params"] if p not in norm]} for group in groups]
 
 
 def _grid(patches: int, own: tuple[int, int]) -> tuple[int, int]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from timm.optim import param_groups_layer_decay
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,7 +15,7 @@ from pipeline.paths import expanded
 from run.checkpoint import copied
 from run.ranks import Ranks
 from run.session import check_share
-from transfer.pretrained import load_encoder
+from transfer.pretrained import layer_groups, load_encoder
 
 from .coco import CocoData
 from .detector import create_detector
@@ -58,18 +57,14 @@ def new_optimizer(config: DetectionConfig, detector: nn.Module) -> torch.optim.A
     encoder's last norm too, learns at the full rate. The class token, which that code does not have, is an embedding.
     """
     vit, decay = detector.backbone.vit, config.weight_decay
-    groups = param_groups_layer_decay(
-        vit, weight_decay=decay, no_weight_decay_list=vit.no_weight_decay(), layer_decay=config.layer_decay
-    )
-    norm = dict.fromkeys(vit.norm.parameters())
+    groups = layer_groups(vit, weight_decay=decay, layer_decay=config.layer_decay)
     rest = [parameter for name, parameter in detector.named_parameters() if not name.startswith("backbone.vit.")]
-    rest += norm
-    # To timm the norm is a part of the last block, and that the top layer but for a pooling with parameters, which the
-    # pyramid leaves out; here the heads are.
+    rest += vit.norm.parameters()
+    # To timm the last block is the top layer but for a pooling with parameters, which the pyramid leaves out; here the
+    # heads are.
     top = max(group["lr_scale"] for group in groups)
     for group in groups:
         group["lr_scale"] *= config.layer_decay / top
-        group["params"] = [parameter for parameter in group["params"] if parameter not in norm]
     for flat in (False, True):  # biases and norms have one dimension
         some = [parameter for parameter in rest if (parameter.ndim < 2) == flat]
         groups.append({"params": some, "weight_decay": 0.0 if flat else decay, "lr_scale": 1.0})
