@@ -91,7 +91,7 @@ import numpy as np
 from pipeline import Index
 from pipeline import cache as caches
 from pipeline.shown import shown
-from run import checkpoint, program
+from run import program
 from run.images import scanned
 from run.ranks import Ranks
 from run.session import lock, named
@@ -185,7 +185,7 @@ def finish(config: EmbedConfig, index: Index, bad: dict[int, str], rows: Iterato
     classes = (*index.classes, "")  # label -1 is the last
     names = ((index.paths[i], classes[index.labels[i]]) for i in samples)
     with contextlib.ExitStack() as stack:  # the features get their name last
-        partial = {name: stack.enter_context(checkpoint.replacing(path)) for name, path in files.items()}
+        partial = {name: stack.enter_context(caches.replacing(path, shared=False)) for name, path in files.items()}
         write_lines(partial["rejected"], ({"path": path, "reason": reason} for path, reason in rejected))
         if "names" in files:
             write_lines(partial["names"], ({"path": path, "class": name} for path, name in names))

@@ -31,27 +31,37 @@ def write(path: Path, about: dict[str, Any], arrays: Mapping[str, np.ndarray]) -
     layout = {name: [array.dtype.str, array.shape, zlib.crc32(array.data)] for name, array in arrays.items()}
     text = json.dumps(about | {"arrays": layout}).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as part, open(part, "wb") as file:
+    with replacing(path, shared=True) as part, open(part, "wb") as file:
         file.write(_MAGIC + struct.pack("<QI", len(text), zlib.crc32(text)) + text)
         for array in arrays.values():
             file.write(bytes(-file.tell() % _ALIGNED))
             file.write(array.data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A file beside ``path`` that takes its place at an orderly end of the block, and otherwise is removed.
+def replacing(path: Path, *, shared: bool) -> Iterator[Path]:
+    """A file beside ``path`` that takes its place, safely on the disk, at an orderly end of the block, and otherwise is
+    removed.
 
-    Its name is no other process's on any machine: those in containers have the same numbers.
+    In a folder that is ``shared`` its name is no other process's on any machine: those in containers have the same
+    numbers. Elsewhere it is always the same, so that what a process that was killed has left is written over.
     """
-    part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
+    part = path.with_name(path.name + (f".{uuid.uuid4().hex}.part" if shared else ".partial"))
     try:
         yield part
+        _sync(part)
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)  # also where it is a link to what is there: then to replace it does nothing
+    _sync(path.parent)  # the rename itself
+
+
+def _sync(path):
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
@@ -122,7 +132,7 @@ class Cache:
     def note(self, signature: str, root: Path) -> None:
         """Notes what ``last`` is to say, and removes what nothing has been done with for a month."""
         if self.last() != (signature, str(root)):
-            with replacing(self._name.with_suffix(".json")) as part:
+            with replacing(self._name.with_suffix(".json"), shared=True) as part:
                 part.write_text(json.dumps({"signature": signature, "root": str(root)}))
         for path in (*self.folder.glob("*.index"), *self.folder.glob("*.part")):
             with contextlib.suppress(OSError):

@@ -127,7 +127,7 @@ class Index:
             _save(path, self)
         elif self.stored != Path(path).absolute():
             path.parent.mkdir(parents=True, exist_ok=True)
-            with caches.replacing(path) as part:
+            with caches.replacing(path, shared=True) as part:
                 try:
                     os.link(self.stored, part)
                 except OSError:  # another file system, or one without links

@@ -28,7 +28,7 @@ def add(path: Path, index: Index, bad: dict[int, str]) -> None:
     lines |= {index.paths[i]: (index.paths[i], reason, _state(index, i)) for i, reason in bad.items()}
     text = (json.dumps(dict(zip(("path", "reason", "state"), line, strict=True))) + "\n" for line in lines.values())
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as part:
+    with replacing(path, shared=True) as part:
         part.write_text("".join(text))
 
 

@@ -115,18 +115,15 @@ def _announce(root, folder, tables):
 
 def _write(path, table, progress):
     """Writes the tar of a table, whole or not at all."""
-    with replacing(path) as part, open(part, "wb") as file:
-        with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-            for row, (image, label) in enumerate(table.read()):
-                for suffix, content in (("jpg", image or b""), ("cls", label)):
-                    if content is not None:
-                        member = tarfile.TarInfo(f"{row:08}.{suffix}")
-                        member.size = len(content)
-                        tar.addfile(member, io.BytesIO(content))
-                if (row + 1) % _ROWS == 0 or row + 1 == table.rows:
-                    progress(row + 1)
-        file.flush()
-        os.fsync(file.fileno())
+    with replacing(path, shared=True) as part, tarfile.open(part, "w", format=tarfile.USTAR_FORMAT) as tar:
+        for row, (image, label) in enumerate(table.read()):
+            for suffix, content in (("jpg", image or b""), ("cls", label)):
+                if content is not None:
+                    member = tarfile.TarInfo(f"{row:08}.{suffix}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+            if (row + 1) % _ROWS == 0 or row + 1 == table.rows:
+                progress(row + 1)
 
 
 class _Unreadable(Exception):

@@ -18,11 +18,9 @@ Sharded networks (FSDP2) are saved whole, in the same form, so any number of ran
 torch.distributed.checkpoint keeps its metadata as a pickle, which is not read from users' files here.)
 """
 
-import os
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +28,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from pipeline.cache import replacing
+
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Writes a file so that a crash at any moment leaves the old or the new one, whole."""
-    with replacing(path) as partial:
+    with replacing(path, shared=False) as partial:
         partial.write_bytes(data)
 
 
@@ -44,7 +44,7 @@ def save(folder: Path, step: int, state: dict[str, Any], *, last: int, every: in
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{step:08d}.pt"
-    with replacing(path) as partial, partial.open("wb") as file:
+    with replacing(path, shared=False) as partial, partial.open("wb") as file:
         try:
             torch.save(state, file)
         except (OSError, RuntimeError) as error:  # torch's writer covers up an OSError when it closes
@@ -174,25 +174,3 @@ def _damage(path: Path) -> str | None:
 
 def _all(folder: Path) -> list[Path]:
     return sorted(folder.glob("step-*.pt"))
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A partial file beside ``path`` that takes its name, safely on disk, when the block ends without an error."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        yield partial
-        _sync(partial)
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-    _sync(path.parent)  # the rename itself
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

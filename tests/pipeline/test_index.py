@@ -271,9 +271,9 @@ def test_an_interrupted_scan_goes_on(tmp_path, reads, monkeypatch):
 
 def test_several_processes_write_the_same_file(tmp_path):
     """Also such as know nothing of each other, and have the same number each on its machine."""
-    with cache.replacing(tmp_path / "a") as one:
+    with cache.replacing(tmp_path / "a", shared=True) as one:
         one.write_text("one")
-        with cache.replacing(tmp_path / "a") as other:
+        with cache.replacing(tmp_path / "a", shared=True) as other:
             other.write_text("other")
     assert (tmp_path / "a").read_text() == "one" and os.listdir(tmp_path) == ["a"]
     save(tmp_path / "data/0.png")
