@@ -47,10 +47,7 @@ def main(arguments: list[str]) -> int:
         vit, description = load_encoder(options.run, model=options.model)
         larger, _ = load_encoder(options.run, model=options.model, image_size=options.image_size)
         given = index_of(options.images)
-        bank = given
-        if options.bank:
-            with shown(str(options.bank), "reading headers") as progress:
-                bank = Index.scan(options.bank, cache.place(None, None), progress=progress)
+        bank = Index.scan(options.bank, cache.place(None, None)) if options.bank else given
         with quiet.decoder():
             picture = sheet(vit.eval(), larger.eval(), description, given, bank, options.limit)
         with warnings.catch_warnings():

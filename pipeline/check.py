@@ -49,8 +49,7 @@ def main(arguments: list[str]) -> int:
         if options.processes < 0:
             raise ValueError(f"--processes {options.processes}: expected 1 or more")
         folder = cache.place(options.index_cache, options.output / "index" if options.output else None)
-        with shown(str(options.data), "reading headers") as progress:
-            index = Index.scan(options.data, folder, progress=progress)
+        index = Index.scan(options.data, folder)
         found = check(index, processes)
         report = describe(index, found)
         if options.output:

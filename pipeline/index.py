@@ -17,6 +17,7 @@ from pipeline.headers import printable
 from pipeline.paths import Paths, expanded, matched
 from pipeline.scan import read, read_headers, version
 from pipeline.shards import ShardReader
+from pipeline.shown import shown
 
 __all__ = ["Index", "printable", "read_headers"]
 
@@ -208,10 +209,14 @@ class Index:
 
         ``cache`` names a folder that keeps the result until a name, size or time of change below root differs (of a
         list: its text too), which is looked at each time unless it is to be trusted; and what is known while the scan
-        goes on. ``progress`` is told how many files of all are read, and with the word for it, of rows, unpacked.
+        goes on. ``progress`` is told how many files of all are read, and with the word for it, of rows, unpacked;
+        without it that is ``shown``.
         What cannot be read for a reason that may pass is waited for, and ends the scan where that is too long.
         Raises OSError if root cannot be listed, ValueError if it holds no usable image.
         """
+        if progress is None:
+            with shown(str(root), "reading headers") as progress:
+                return cls.scan(root, cache, trust=trust, progress=progress)
         root, cache = expanded(Path(root)), expanded(Path(cache)) if cache else None
         known = caches.Cache(cache, str(root)) if cache else None
         if trust and known and (last := known.last()) and (index := cls.kept(known.file(last[0]), Path(last[1]))):

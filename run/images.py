@@ -6,7 +6,6 @@ from pathlib import Path
 
 from pipeline import Index, Loader, graph, inflight, known, memory, trial
 from pipeline import cache as caches
-from pipeline.shown import shown
 from pipeline.toy import make_toy
 
 from .ranks import Ranks
@@ -77,10 +76,9 @@ def _scan(config: ImagesConfig, ranks: Ranks, what: str, data: Path, cache: Path
 
 
 def scanned(data: Path, ranks: Ranks, *, cache: Path | None, trust: bool, shared: Path | None) -> Index:
-    """The index of ``data``, on rank 0, as of ``Index.scan``; how far it is is shown. Where there are ranks on other
-    machines it is left in ``shared``, a file that they see."""
-    with shown(str(data), "reading headers") as progress:
-        index = Index.scan(data, cache=cache, trust=trust, progress=progress)
+    """The index of ``data``, on rank 0, as of ``Index.scan``. Where there are ranks on other machines it is left in
+    ``shared``, a file that they see."""
+    index = Index.scan(data, cache=cache, trust=trust)
     if shared and ranks.count > ranks.local_count and cache != shared.parent:
         index.keep(shared)
         index = Index.kept(shared, index.root) or index

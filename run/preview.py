@@ -20,7 +20,6 @@ from kernels import patch_overlap
 from pipeline import Index, Loader, cache, graph, pictures, stream
 from pipeline.index import printable
 from pipeline.paths import expanded
-from pipeline.shown import shown
 from pipeline.toy import make_toy
 
 from . import quiet
@@ -307,8 +306,7 @@ def main(arguments: list[str]) -> None:
         config = dataclasses.replace(RECIPES[options.recipe], seed=options.seed)
         patch, grid, keep = plan_patches(config)
         data = options.data or make_toy(TOY)[0]
-        with shown(str(data), "reading headers") as progress:
-            index = Index.scan(data, cache.place(None, None), progress=progress)
+        index = Index.scan(data, cache.place(None, None))
         images = min(options.images, len(index))
         side = max(1, 224 // config.image_size) * config.image_size  # whole pixels stay whole
         blocks = [block(example, grid, side) for example in examples(index, config, grid, keep, images, options.epoch)]
