@@ -32,7 +32,7 @@ from run import checkpoint, program
 from run.loop import Loop, planned, running
 from run.ranks import Ranks
 from run.recipes import check
-from run.session import check_batch, named, open_output
+from run.session import check_batch, named, open_output, origin
 from transfer.detection.batches import CocoLoader
 from transfer.detection.precision import evaluate, table
 from transfer.detection.training import DetectorTraining, new_detector, open_data
@@ -50,13 +50,14 @@ def main(arguments: list[str]) -> None:
             max_bad=config.max_bad,
         )  # fmt: skip
         loader.bad.update(bad)
-        detector, description = new_detector(config, len(data.categories))
+        begun = ranks.on_first(lambda: origin(config)) if config.encoder != "none" else None
+        detector, description = new_detector(config, len(data.categories), begun)
         steps = planned(config, loader)
         expected = f"less than the {steps:,} steps that --epochs {config.epochs:g} takes"
         check(config.warmup_steps < steps, config, "warmup_steps", expected)
         opened = open_output(config, data, ranks)
 
-    training = DetectorTraining(config, detector, ranks, steps)
+    training = DetectorTraining(config, detector, description, ranks, steps)
     about = (
         f"recipe {config.recipe}: encoder {config.encoder}, {config.image_size} px; {len(data):,} images of "
         f"{config.train_annotations or 'the generated scenes (no --train-annotations)'}, "

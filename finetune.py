@@ -38,7 +38,7 @@ from run.images import open_data, open_loader, record
 from run.loop import Loop, running
 from run.ranks import Ranks
 from run.recipes import learning_rate
-from run.session import named, open_output
+from run.session import named, open_output, origin
 from transfer.finetuning import Tuning, evaluate, new_model
 from transfer.pretrained import square
 from transfer.probe import PROBES
@@ -52,7 +52,8 @@ def main(arguments: list[str]) -> None:
         if config.probe is not None:
             probe(config, ranks, index, evaluation)
             return
-        vit, description = new_model(config, len(index.classes))
+        begun = ranks.on_first(lambda: origin(config)) if config.encoder != "none" else None
+        vit, description = new_model(config, len(index.classes), begun)
         loader = open_loader(config, ranks, index, bad, image_size=square(vit))
         if (config.mixup or config.cutmix) and config.batch_size // ranks.count % 2:
             raise ValueError(
@@ -60,8 +61,6 @@ def main(arguments: list[str]) -> None:
             )
         opened = open_output(config, index, ranks)
 
-    if opened.state:
-        description = json.loads(opened.state["origin"])  # the encoder may have gone on meanwhile
     tuning = Tuning(config, vit, description, ranks)
     about = (
         f"recipe {config.recipe}: {description['model']} {described(description)}, {square(vit)} px, "

@@ -7,7 +7,8 @@
     optimizer, clip         state dicts; in pretraining their tensors are as long as all parameters together
                             (``model/flat.py``) and not sharded, whatever the ranks that saved them
     ema                     of fine-tuning: the mean weights
-    origin                  where the encoder that the run began with comes from, as JSON
+    origin                  where the encoder that the run began with comes from and what it is (of detection: what
+                            the detector is), as JSON
     report                  running means of the log since its last line, and the count of skipped steps
     step                    optimizer steps taken
     bad                     {sample: reason} of the images found bad so far

@@ -129,6 +129,16 @@ def open_output(config: RunConfig, index: Data, ranks: Ranks) -> Opened:
     return Opened(state, damaged)
 
 
+def origin(config: RunConfig) -> dict[str, Any] | None:
+    """What the run in the output folder has kept of the encoder that it began with, which may have changed since or be
+    gone; None where no checkpoint of this program says it."""
+    newest, _ = checkpoint.newest(config.output / "checkpoints")
+    state = checkpoint.load(newest) if newest else {}
+    if "origin" not in state or json.loads(state["run"]).get("program") != config.PROGRAM:
+        return None
+    return json.loads(state["origin"])
+
+
 def _is_there(path: Path) -> bool:
     """Whether a run has left something there; an empty folder is nothing."""
     return any(path.iterdir()) if path.is_dir() else path.exists()

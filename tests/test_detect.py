@@ -98,14 +98,17 @@ def test_two_ranks_train_and_count_each_image_once(scenes, trained, tmp_path):
     assert len(found) == len(set(found))
 
 
-def test_goes_on_where_it_was_bit_for_bit(scenes, tmp_path, capsys):
-    """Stopped after step 7, and again by a checkpoint that is damaged; from the step 5 that is left it goes on."""
-    options, _ = scenes
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+def test_goes_on_where_it_was_bit_for_bit(scenes, undisturbed, tmp_path, capsys):
+    """Stopped after step 7, and again by a checkpoint that is damaged; from the step 5 that is left it goes on, also
+    where the encoder is gone that it began with."""
+    encoder, whole, parts = (tmp_path / name for name in ("encoder", "whole", "parts"))
+    shutil.copytree(undisturbed[0] / "encoder", encoder)
+    options = [*scenes[0], "--encoder", str(encoder), "--depth", "0"]
     main([*QUICK, *options, "--output", str(whole), "--max-steps", "12"])
     main([*QUICK, *options, "--output", str(parts), "--max-steps", "7"])
     newest, _ = checkpoint.newest(parts / "checkpoints")
     newest.write_bytes(newest.read_bytes()[:-100])
+    shutil.rmtree(encoder)
     capsys.readouterr()
     main([*QUICK, *options, "--output", str(parts), "--max-steps", "12", "--workers", "1"])
     said = capsys.readouterr().out

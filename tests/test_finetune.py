@@ -153,6 +153,12 @@ def test_an_encoder_is_taken_whole_or_not_at_all(data, tuned, tmp_path, capsys, 
     for name, tensor in vit.state_dict().items():
         assert torch.equal(tensor, state[name]) != (name in head)
     assert description["arguments"]["depth"] == 1 and all(p.requires_grad for p in vit.parameters())
+    begun = [*more, "--output", str(tmp_path / "begun"), "--max-steps"]
+    finetune.main([*begun, "1"])
+    (tmp_path / "model").rename(tmp_path / "gone")
+    finetune.main([*begun, "2"])
+    assert "; steps 2 to 2\n" in capsys.readouterr().out
+    (tmp_path / "gone").rename(tmp_path / "model")
     del state["blocks.0.mlp.fc1.weight"]
     save_file(state, tmp_path / "model/model.safetensors")
     with pytest.raises(SystemExit, match="2"):

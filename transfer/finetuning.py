@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from model import create_encoder, timm_arguments
-from model.encoder import pack
+from model.encoder import create_plain, pack
 from pipeline import Index, evaluation_batches
 from pipeline.waiting import Stopped
 from run.checkpoint import copied
@@ -30,11 +30,17 @@ from .recipes import TuneConfig
 PRETRAINING = {"toy": "toy", "cifar": "cifar-vit-t", "imagenet": "imagenet-vit-s"}  # what from scratch is compared with
 
 
-def new_model(config: TuneConfig, classes: int) -> tuple[VisionTransformer, dict[str, Any]]:
+def new_model(
+    config: TuneConfig, classes: int, origin: dict[str, Any] | None = None
+) -> tuple[VisionTransformer, dict[str, Any]]:
     """The network as fine-tuning begins with it, on the CPU, with a new classifier (none for 0 ``classes``), and its
-    description as ``load_encoder`` has it. ValueError for an encoder that cannot be had."""
+    description as ``load_encoder`` has it. ValueError for an encoder that cannot be had. ``origin``: this description,
+    of a run that has begun, whose checkpoint has the weights."""
     more = {"num_classes": classes, "drop_path_rate": config.drop_path}
-    if config.encoder != "none":
+    if origin is not None:
+        description = origin | {"arguments": origin["arguments"] | more}
+        vit = create_plain(description["model"], description["arguments"])
+    elif config.encoder != "none":
         size = config.image_size or None
         vit, description = load_encoder(config.encoder, model=config.model, image_size=size, **more)
     else:

@@ -2,6 +2,7 @@
 falls from layer to layer of the encoder, as that of ViTDet (arXiv 2203.16527)."""
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from model import create_encoder, timm_arguments
+from model.encoder import create_plain
 from pipeline.paths import expanded
 from run.checkpoint import copied
 from run.ranks import Ranks
@@ -29,10 +31,16 @@ SCENES = Path(__file__).resolve().parents[2] / "runs" / "toy-scenes"
 LOSSES = ("loss_objectness", "loss_rpn_box_reg", "loss_classifier", "loss_box_reg", "loss_mask")  # torchvision's names
 
 
-def new_detector(config: DetectionConfig, categories: int) -> tuple[nn.Module, dict[str, Any]]:
+def new_detector(
+    config: DetectionConfig, categories: int, origin: dict[str, Any] | None = None
+) -> tuple[nn.Module, dict[str, Any]]:
     """The detector of a config before any training, and what ``load_detector`` has to know of it; ValueError for an
-    encoder that cannot be loaded or does not fit."""
+    encoder that cannot be loaded or does not fit. ``origin``: this, of a run that has begun, whose checkpoint has the
+    weights."""
     more = {"drop_path_rate": config.drop_path}
+    if origin is not None:
+        vit = create_plain(origin["encoder"]["model"], origin["encoder"]["arguments"] | more)
+        return create_detector(vit, **origin["arguments"], seed=config.seed), origin
     if config.encoder == "none":
         own = {key: getattr(config, key) or value for key, value in NEW[config.recipe].items()}
         name, sizes = own.pop("model"), timm_arguments(image_size=config.image_size, **own)
@@ -72,12 +80,15 @@ def new_optimizer(config: DetectionConfig, detector: nn.Module) -> torch.optim.A
 
 
 class DetectorTraining:
-    """A detector in training on one device, with its optimizer; ``steps``: those of the whole schedule."""
+    """A detector in training on one device, with its optimizer; ``description``: as of ``new_detector``; ``steps``:
+    those of the whole schedule."""
 
     FIGURES = "loss", *LOSSES  # what a step returns
 
-    def __init__(self, config: DetectionConfig, detector: nn.Module, ranks: Ranks, steps: int):
-        self.config, self.ranks, self.steps = config, ranks, steps
+    def __init__(
+        self, config: DetectionConfig, detector: nn.Module, description: dict[str, Any], ranks: Ranks, steps: int
+    ):
+        self.config, self.description, self.ranks, self.steps = config, description, ranks, steps
         self.detector = detector.to(ranks.device)
         self.optimizer = new_optimizer(config, detector)
         self.forward = DistributedDataParallel(detector) if ranks.count > 1 else detector
@@ -103,8 +114,10 @@ class DetectorTraining:
         return [value.detach() for value in (loss, *map(losses.get, LOSSES))], finite
 
     def state_dict(self, *, keep: bool = True) -> dict[str, Any]:
-        """A copy of all that a step changes; nothing unless ``keep``."""
-        return copied(detector=self.detector, optimizer=self.optimizer) if keep else {}
+        """A copy of all that a step changes, and what the detector is; nothing unless ``keep``."""
+        if not keep:
+            return {}
+        return copied(detector=self.detector, optimizer=self.optimizer) | {"origin": json.dumps(self.description)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Puts back what ``state_dict`` has returned."""

@@ -159,7 +159,7 @@ def a_batch():
 def test_a_step_is_that_of_adamw_on_the_sum_of_the_losses():
     """And follows from its number, whatever was drawn before; without a finite gradient it changes no weight."""
     config = dataclasses.replace(SMALL, clip=0.7, warmup_steps=4, lr=0.01, layer_decay=0.5, seed=-9)
-    training = DetectorTraining(config, new_detector(config, 4)[0], ALONE, steps=100)
+    training = DetectorTraining(config, *new_detector(config, 4), ALONE, steps=100)
     assert training.forward is training.detector and training.state_dict(keep=False) == {}
     images, targets = a_batch()
     begun, losses = training.state_dict(), []
@@ -173,7 +173,7 @@ def test_a_step_is_that_of_adamw_on_the_sum_of_the_losses():
         assert not any(parameter.grad is not None for parameter in training.detector.parameters())
     assert losses[1] == losses[3] and len(set(losses)) == 3
 
-    other = DetectorTraining(config, new_detector(config, 4)[0], ALONE, steps=100)
+    other = DetectorTraining(config, *new_detector(config, 4), ALONE, steps=100)
     other.load_state_dict(begun)
     words = np.random.SeedSequence([(-9) % 2**64, 2, 0]).generate_state(1, np.uint64)
     torch.manual_seed(int(words[0]))
