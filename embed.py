@@ -84,7 +84,7 @@ def parse(arguments: list[str]) -> EmbedConfig:
 
 
 if __name__ == "__main__":  # what follows takes seconds to import
-    command.answer("embed.py", parse)
+    command.answer("embed.py", parse, "nvidia.dali")
 
 import numpy as np
 

@@ -27,7 +27,7 @@ def parse(arguments: list[str]) -> TuneConfig:
 
 
 if __name__ == "__main__":  # what follows takes seconds to import
-    command.answer("finetune.py", parse)
+    command.answer("finetune.py", parse, "nvidia.dali")
 
 from model.export import export_model, with_error
 from pipeline import Index

@@ -28,7 +28,7 @@ def parse(arguments: list[str]) -> Config:
 
 
 if __name__ == "__main__":  # what follows takes seconds to import
-    command.answer("train.py", parse)
+    command.answer("train.py", parse, "nvidia.dali")
 
 from model.export import export_model, with_error
 from pipeline import Index

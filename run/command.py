@@ -21,16 +21,18 @@ from . import __version__
 Options = TypeVar("Options")
 
 
-def answer(program: str, parse: Callable[[list[str]], Any]) -> None:
-    """Ends the process where the command line asks for help or is wrong, or where torch cannot be loaded (under a limit
-    of memory, for one). To be called before the imports that take seconds, the first of which is here."""
+def answer(program: str, parse: Callable[[list[str]], Any], *packages: str) -> None:
+    """Ends the process where the command line asks for help or is wrong, or where torch, timm or other large packages
+    cannot be loaded (under a limit of memory, for one). To be called before the imports that take seconds, the first of
+    which is here."""
     try:
         parse(sys.argv[1:])
-        for package in ("torch", "triton"):
+        for package in ("torch", "triton", "timm", *packages):
             try:
                 importlib.import_module(package)
-            except (ImportError, OSError, MemoryError) as error:
-                raise OSError(f"{package} does not load ({error}); expected it installed, and enough memory") from None
+            except (ImportError, OSError, MemoryError, SystemError) as error:
+                why = str(error) or type(error).__name__
+                raise OSError(f"{package} does not load ({why}); expected it installed, and enough memory") from None
     except (ValueError, OSError) as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"{program}: {error}", file=sys.stderr)
