@@ -28,6 +28,7 @@ if __name__ == "__main__":  # what follows takes seconds to import
     command.answer("detect.py", parse)
 
 from model.export import write_weights
+from pipeline.headers import counted
 from run import checkpoint, program
 from run.loop import Loop, planned, running
 from run.ranks import Ranks
@@ -53,17 +54,17 @@ def main(arguments: list[str]) -> None:
         begun = ranks.on_first(lambda: origin(config)) if config.encoder != "none" else None
         detector, description = new_detector(config, len(data.categories), begun)
         steps = planned(config, loader)
-        expected = f"less than the {steps:,} steps that --epochs {config.epochs:g} takes"
+        expected = f"less than the {counted(steps, 'step')} of --epochs {config.epochs:g}"
         check(config.warmup_steps < steps, config, "warmup_steps", expected)
         opened = open_output(config, data, ranks)
 
     training = DetectorTraining(config, detector, description, ranks, steps)
     about = (
-        f"recipe {config.recipe}: encoder {config.encoder}, {config.image_size} px; {len(data):,} images of "
+        f"recipe {config.recipe}: encoder {config.encoder}, {config.image_size} px; {counted(len(data), 'image')} of "
         f"{config.train_annotations or 'the generated scenes (no --train-annotations)'}, "
-        f"{len(data.classes)} categories, batch {config.batch_size} on {ranks.count} x {ranks.device.type} in "
+        f"{counted(len(data.classes), 'class')}, batch {config.batch_size} on {ranks.count} x {ranks.device.type} in "
         f"{'bfloat16' if ranks.device.type == 'cuda' else 'float32'}"
-        + (f"; {data.unusable:,} objects without area are left out" if data.unusable else "")
+        + (f"; left out {counted(data.unusable, 'object')} without area" if data.unusable else "")
     )
     rates = {"images_per_second": config.batch_size}
     with running(config, ranks, loader, training, opened, about=about, rates=rates) as loop:
@@ -85,7 +86,7 @@ def main(arguments: list[str]) -> None:
 
 def score(config: DetectionConfig, detector, evaluation, loop: Loop) -> None:
     """Average precision, said and recorded; all detections go to ``detections.json``. For all ranks."""
-    loop.say(f"looking for objects in {len(evaluation):,} images, for the average precision")
+    loop.say(f"looking for objects in {counted(len(evaluation), 'image')}, for the average precision")
     with loop.shown("average precision", "looking for objects") as progress:
         figures, results, unread = evaluate(
             detector, evaluation, size=config.image_size, workers=processes(config, loop.ranks), ranks=loop.ranks,
@@ -93,12 +94,12 @@ def score(config: DetectionConfig, detector, evaluation, loop: Loop) -> None:
         )  # fmt: skip
     if unread:
         reasons = ((evaluation.paths[position], reason) for position, reason in unread.items())
-        loop.say(f"{len(unread):,} images cannot be read, nothing is found in them: {named(reasons)}")
+        loop.say(f"{counted(len(unread), 'image')} cannot be read, so nothing is found there: {named(reasons)}")
     if loop.ranks.first:
         checkpoint.write_atomically(config.output / "detections.json", json.dumps(results).encode())
         known = {name: figure for name, figure in figures.items() if figure is not None}
         loop.report.record({"step": loop.step, "eval_images": len(evaluation), "eval_unread": len(unread), **known})
-        loop.say(f"average precision on {len(evaluation):,} images, in percent:\n{table(figures)}")
+        loop.say(f"average precision on {counted(len(evaluation), 'image')}, in percent:\n{table(figures)}")
 
 
 def processes(config: DetectionConfig, ranks: Ranks) -> int:

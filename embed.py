@@ -90,6 +90,7 @@ import numpy as np
 
 from pipeline import Index
 from pipeline import cache as caches
+from pipeline.headers import counted
 from pipeline.shown import shown
 from run import program
 from run.images import scanned
@@ -112,8 +113,9 @@ def main(arguments: list[str]) -> None:
     try:
         if ranks.first:
             print(
-                f"{description['model']}, {vit.num_features} features an image; {len(index):,} images of {config.data} "
-                f"on {ranks.count} x {ranks.device.type}, {ranks.threads(config.threads)} input threads each",
+                f"{description['model']}, {vit.num_features} features an image; {counted(len(index), 'image')} of "
+                f"{config.data} on {ranks.count} x {ranks.device.type}, "
+                f"{counted(ranks.threads(config.threads), 'input thread')} each",
                 flush=True,
             )
         bad = embed(config, vit.to(ranks.device), description, index, parts, ranks)
@@ -181,7 +183,7 @@ def finish(config: EmbedConfig, index: Index, bad: dict[int, str], rows: Iterato
     kept[list(bad)] = False
     samples, files = np.flatnonzero(kept), config.files()
     if not len(samples):
-        sys.exit(f"embed.py: none of {len(index):,} images of {config.data} decodes: {named(rejected)}")
+        sys.exit(f"embed.py: no image of {config.data} decodes: {named(rejected)}")
     classes = (*index.classes, "")  # label -1 is the last
     names = ((index.paths[i], classes[index.labels[i]]) for i in samples)
     with contextlib.ExitStack() as stack:  # the features get their name last
@@ -193,7 +195,7 @@ def finish(config: EmbedConfig, index: Index, bad: dict[int, str], rows: Iterato
         else:
             write_parquet(partial["features"], rows, names, width)
     beside = f"; paths and classes of its rows: {files['names']}" if "names" in files else ""
-    print(f"features of {len(samples):,} images, float32 [{len(samples)}, {width}]: {config.output}{beside}")
+    print(f"features of {counted(len(samples), 'image')}, float32 [{len(samples)}, {width}]: {config.output}{beside}")
     if rejected:
         count = len(index) + len(index.rejected)
         print(f"left out {len(rejected):,} of {count:,} files ({files['rejected']}): {named(rejected)}")

@@ -31,6 +31,7 @@ if __name__ == "__main__":  # what follows takes seconds to import
 
 from model.export import export_model, with_error
 from pipeline import Index
+from pipeline.headers import counted
 from pipeline.shown import shown
 from pipeline.waiting import Stopped
 from run import program
@@ -64,10 +65,10 @@ def main(arguments: list[str]) -> None:
     tuning = Tuning(config, vit, description, ranks)
     about = (
         f"recipe {config.recipe}: {description['model']} {described(description)}, {square(vit)} px, "
-        f"{len(index.classes)} classes; {len(index):,} images of "
+        f"{counted(len(index.classes), 'class')}; {counted(len(index), 'image')} of "
         f"{config.data or 'the generated dataset (no --data)'}, batch "
         f"{config.batch_size} on {ranks.count} x {ranks.device.type} in {'bfloat16' if tuning.half else 'float32'}, "
-        f"{ranks.threads(config.threads)} input threads each{loader.decoder}"
+        f"{counted(ranks.threads(config.threads), 'input thread')} each{loader.decoder}"
     )
     rates = {"images_per_second": config.batch_size}
     with running(config, ranks, loader, tuning, opened, about=about, rates=rates) as loop:
@@ -105,7 +106,7 @@ def probe(config: TuneConfig, ranks: Ranks, index: Index, evaluation: Index) -> 
     )
     print(
         f"{config.probe} probe of {description['model']} {described(description)}: {figures} of "
-        f"{scores['eval_images']:,} images, after {scores['train_images']:,} for training"
+        f"{counted(scores['eval_images'], 'image')}, after {scores['train_images']:,} for training"
         + ("" if config.data else ", all of the generated dataset (no --data)")
         + (f"; left out {len(left_out):,}: {named(left_out.items())}" if left_out else "")
     )
@@ -118,7 +119,7 @@ def described(description: dict) -> str:
     """Where the weights come from, for the screen."""
     known = description["training"]
     parts = [str(known.get(name)) for name in ("method", "recipe") if known.get(name)]
-    parts += [f"{known['steps']:,} steps"] if "steps" in known else []
+    parts += [counted(known["steps"], "step")] if "steps" in known else []
     return "from scratch" if parts == ["none"] else f"({', '.join(parts) or 'of a checkpoint'})"
 
 
@@ -137,9 +138,9 @@ def score(config: TuneConfig, tuning: Tuning, evaluation: Index, classes, loop: 
     tops = {name: value for name, value in scores.items() if name.startswith("top")}
     figures = ", ".join(f"{name} {with_error(value, scores['eval_images'], 2)}" for name, value in tops.items())
     loop.record({**scores, "left_out": len(left_out)})
-    loop.say(f"epoch {loop.epoch:.4g}: {figures} of {scores['eval_images']:,} evaluation images")
+    loop.say(f"epoch {loop.epoch:.4g}: {figures} of {counted(scores['eval_images'], 'evaluation image')}")
     if left_out and last:
-        loop.say(f"left out {len(left_out):,} evaluation images: {named(left_out.items())}")
+        loop.say(f"left out {counted(len(left_out), 'evaluation image')}: {named(left_out.items())}")
     return scores
 
 

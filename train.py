@@ -32,6 +32,7 @@ if __name__ == "__main__":  # what follows takes seconds to import
 
 from model.export import export_model, with_error
 from pipeline import Index
+from pipeline.headers import counted
 from pipeline.waiting import Stopped
 from run import program
 from run.images import open_data, open_loader, record
@@ -65,10 +66,10 @@ def main(arguments: list[str]) -> None:
         rates["mfu"] = training.flop_per_pair * config.batch_size / peak
     about = (
         f"recipe {config.recipe}: {config.model}{f' of {config.encoder}' if origin else ''}, {config.image_size} px, "
-        f"{keep} of {grid[0]} x {grid[1]} patches per view, {config.groups} groups; {len(index):,} images of "
-        f"{config.data or 'the generated dataset (no --data)'}, batch {config.batch_size} on {ranks.count} x "
-        f"{ranks.device.type} in {'bfloat16' if training.half else 'float32'}, {ranks.threads(config.threads)} input "
-        f"threads each{loader.decoder}"
+        f"{keep} of {grid[0]} x {grid[1]} patches per view, {counted(config.groups, 'group')}; "
+        f"{counted(len(index), 'image')} of {config.data or 'the generated dataset (no --data)'}, batch "
+        f"{config.batch_size} on {ranks.count} x {ranks.device.type} in {'bfloat16' if training.half else 'float32'}, "
+        f"{counted(ranks.threads(config.threads), 'input thread')} each{loader.decoder}"
     )
     window = Window(training, size=config.window, redeal=config.redeal, rank=ranks.rank)
     how = {"about": about, "rates": rates, "groups": config.groups, "window": config.window}
@@ -108,7 +109,7 @@ def score(config: Config, encoders: dict, index: Index, evaluation: Index, loop:
         loop.say(f"no k-NN accuracy: {error}")
         return {}
     if bad := scores.pop("knn_bad"):
-        loop.say(f"left out {len(bad):,} images of the k-NN accuracy: {named(bad.items())}")
+        loop.say(f"left out {counted(len(bad), 'image')} of the k-NN accuracy: {named(bad.items())}")
     loop.record(scores)
     figures = ", ".join(f"{with_error(scores[f'knn_{name}'], scores['knn_queries'])} {name}" for name in encoders)
     loop.say(

@@ -21,7 +21,7 @@ import numpy as np
 from rich.console import Console
 
 from pipeline import cache, known, memory, trial
-from pipeline.headers import printable
+from pipeline.headers import counted, printable
 from pipeline.index import Index
 from pipeline.paths import expanded
 from pipeline.shown import shown
@@ -185,12 +185,12 @@ def as_text(report: dict) -> str:
         lines += [f"{side}: " + ", ".join(f"{name} {value:,}" for name, value in of.items())]
     if classes:
         (most, many), (least, few) = (pick(classes.items(), key=lambda item: item[1]) for pick in (max, min))
-        ends = f"from {few:,} images ({printable(least)}) to {many:,} ({printable(most)})"
+        ends = f"from {counted(few, 'image')} ({printable(least)}) to {many:,} ({printable(most)})"
         lines += [f"classes: {len(classes):,}, {ends}"]
     if report["unlabelled"]:
         lines += [f"without a class: {report['unlabelled']:,}"]
     lines += [
-        f"duplicates: {duplicates['groups']:,} images have {duplicates['copies']:,} copies of the same bytes; "
+        f"duplicates: {counted(duplicates['groups'], 'image')} with {duplicates['copies']:,} more of the same bytes; "
         f"{duplicates['groups_of_several_classes']:,} of them in several classes"
     ]
     lines += [f"  {len(group):,}  {', '.join(map(printable, group[:3]))}" for group in duplicates["largest"][:_SHOWN]]

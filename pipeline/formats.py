@@ -294,7 +294,7 @@ def _tiff(file):
         kind, number, value = tags[tag]
         code = {3: "H", 4: "I"}.get(kind)
         if code is None or number > 1024 or (kind == 4 and tag in (258, 339)):
-            raise ValueError(f"TIFF tag {tag} of type {kind} and {number} values is not supported")
+            raise ValueError(f"TIFF tag {tag} of type {kind} and length {number} is not supported")
         size = number * (2 if kind == 3 else 4)
         if size > inline:
             value = file.at(struct.unpack(order + ("Q" if big else "I"), value)[0], size)

@@ -212,7 +212,8 @@ def _members(file):
         raise
     except Exception as error:  # tarfile's parsers raise nearly anything on damaged headers
         said = str(error) or type(error).__name__
-        return members, f"damaged or truncated after {len(members)} members ({said}); what follows is left out"
+        whole = counted(len(members), "member")
+        return members, f"damaged or truncated after {whole} ({said}); what follows is left out"
     return members, None
 
 
@@ -297,6 +298,11 @@ def named_as_image(path):
 def printable(path: str) -> str:
     """A file name for the screen: line breaks, control characters and undecodable bytes as escapes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in path)
+
+
+def counted(number: int, noun: str) -> str:
+    """A noun with its number, for the screen: 1 image, 2,000 images."""
+    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('s') else 's'}"
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import numpy as np
 
 from pipeline import cache as caches
 from pipeline import sources, waiting
-from pipeline.headers import printable
+from pipeline.headers import counted, printable
 from pipeline.paths import Paths, expanded, matched
 from pipeline.scan import read, read_headers, version
 from pipeline.shards import ShardReader
@@ -182,7 +182,7 @@ class Index:
         """What to say where a run was begun with other data, so many images, than these: what is different to the index
         that was kept in the file, and what is expected."""
         kept = self.kept(path, self.root)
-        what = f"{images:,} images there, {len(self):,} now"
+        what = f"{counted(images, 'image')} there, {len(self):,} now"
         if kept is None:
             way = f"(--resume changed needs {path.name} in its folder {path.parent.name}, which is missing or damaged)"
         else:
@@ -239,7 +239,7 @@ class Index:
         if not len(index):
             listed = ""
             for path, reason in list(index.rejected.items())[:1]:
-                listed = f" ({len(index.rejected)} files rejected, first: {printable(path)}: {reason})"
+                listed = f" ({counted(len(index.rejected), 'file')} rejected, first: {printable(path)}: {reason})"
             kinds = "flat or in class folders, in tar shards, Parquet files or a list"
             expected = f"expected JPEG, PNG, BMP, WebP or TIFF files, {kinds}"
             raise ValueError(f"no usable image in {root.absolute()}{listed}; {expected}")

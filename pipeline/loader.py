@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from pipeline import formats, graph, headers, inflight, memory, stream, waiting
-from pipeline.headers import printable
+from pipeline.headers import counted, printable
 from pipeline.held import Held
 from pipeline.index import Index
 
@@ -80,11 +80,11 @@ class Loader:
         record: Path | None = None,
     ):
         if batch_size < 1 or batch_size % ranks:
-            raise ValueError(f"batch size {batch_size}: expected a positive multiple of the {ranks} ranks")
+            raise ValueError(f"batch size {batch_size}: expected a positive multiple of the ranks, {ranks}")
         if len(index) < batch_size:
             raise ValueError(
-                f"{len(index)} images in {index.root}: expected at least one batch of {batch_size}, or a smaller "
-                "--batch-size"
+                f"{counted(len(index), 'image')} in {index.root}: expected at least one batch of {batch_size}, or a "
+                "smaller --batch-size"
             )
         self.index, self.augmentation, self.seed = index, augmentation, seed
         self.device, self.max_bad, self.record = torch.device(device), max_bad, record

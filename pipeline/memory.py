@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from pipeline.headers import counted
+
 _MOST = 1 << 29  # pixels: 1.6 GB decoded; 22 images of 24 megapixels, enough for all threads to have something to do
 _COMMON, _WORST = 7, 13  # bytes a pixel, of compressed images of 8 bits and of any; see above
 _BATCHES = 4  # of views that there are at a time: two ahead, one that is made, one in use
@@ -79,12 +81,12 @@ def plan(index, *, batch: int, image_size: int, views: int, device: torch.device
     if crops + _COMMON * pixels[largest] > left:
         raise ValueError(
             f"not enough memory: {left / 1e9:.2g} GB for each process, and it takes {crops / 1e9:.2g} GB for crops of "
-            f"{batch:,} images and {_COMMON * pixels[largest] / 1e9:.2g} GB to decode {index.paths[largest]!r}; "
-            "expected a smaller --batch-size, fewer ranks on a machine, or smaller images"
+            f"{counted(batch, 'image')} and {_COMMON * pixels[largest] / 1e9:.2g} GB to decode "
+            f"{index.paths[largest]!r}; expected a smaller --batch-size, fewer ranks on a machine, or smaller images"
         )
     worst = int(np.partition(pixels, len(pixels) - batch)[len(pixels) - batch :].sum())
     if 3 * worst < _WORTH_SAYING:
         return ""
     mean = 3 * batch * pixels.mean()
-    said = f"{batch:,} images decode to {3 * worst / 1e9:.1f} GB at most, {mean / 1e9:.1f} on the mean"
-    return said + (f": in parts of at most {3 * most / 1e9:.1f} GB, or one image" if worst > most else "")
+    said = f"to decode {counted(batch, 'image')}: {3 * worst / 1e9:.1f} GB at most, {mean / 1e9:.1f} on the mean"
+    return said + (f", in parts of at most {3 * most / 1e9:.1f} GB, or one image" if worst > most else "")

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.cache import replacing
-from pipeline.headers import MAY_PASS, printable
+from pipeline.headers import MAY_PASS, counted, printable
 from pipeline.waiting import patiently
 
 _ROWS = 64  # decoded at a time
@@ -104,7 +104,7 @@ def _announce(root, folder, tables):
     """Says what unpacking takes; ValueError where that is not there."""
     need = sum(table.bytes + _AROUND * table.rows for table in tables.values())
     free = shutil.disk_usage(folder).free
-    said = f"the images of {len(tables):,} Parquet files, once, as tars of {need / 1e9:.3g} GB"
+    said = f"the images of {counted(len(tables), 'Parquet file')}, once, as tars of {need / 1e9:.3g} GB"
     if need > free:
         raise ValueError(
             f"{root}: training unpacks {said}, into {folder}, where {free / 1e9:.3g} GB are free; expected more room, "

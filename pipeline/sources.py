@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.headers import UNPACK, checked, named_as_image, printable
+from pipeline.headers import UNPACK, checked, counted, named_as_image, printable
 from pipeline.paths import Paths
 from pipeline.shards import Shards, Unpacked, natural, stated
 from pipeline.walk import statuses, walk
@@ -140,14 +140,15 @@ def _folder(root, unpacked):
         "Parquet files": len(there[".parquet"]),
         "images outside of them": images,
     }
-    counts = [f"{count} {what}" for what, count in counts.items() if count]
+    counts = [f"{what} ({count:,})" for what, count in counts.items() if count]
     if any(there.values()) and len(counts) > 1:
         raise ValueError(
             f"{root} holds {' and '.join(counts)}; expected one or the other: move either to another folder"
         )
     packed = [path for path in paths if _PACKED.fullmatch(path)]
     if packed and not images and not there[".parquet"]:
-        raise ValueError(f"{root} holds {len(packed)} compressed files, first: {printable(packed[0])}; {UNPACK}")
+        what = counted(len(packed), "compressed file")
+        raise ValueError(f"{root} holds {what}, first: {printable(packed[0])}; {UNPACK}")
     shards, tables = ([[paths[i], *found.stamps[i].tolist()] for i in numbers] for numbers in there.values())
     if tables:
         splits = {split[1].lower(): (path, split.end()) for path, *_ in tables for split in _SPLIT.finditer(path)}

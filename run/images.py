@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pipeline import Index, Loader, graph, inflight, known, memory, trial
 from pipeline import cache as caches
+from pipeline.headers import counted
 from pipeline.toy import make_toy
 
 from .ranks import Ranks
@@ -121,7 +122,7 @@ def _killers(config: ImagesConfig, ranks: Ranks, index: Index, batches: list[lis
         return {}
     bad = {place[where]: reason for where, reason in by.items()}
     these = f"these are left out: {named((index.paths[s], why) for s, why in bad.items())}"
-    tried = f"of the {len(place):,} images that it was decoding"
+    tried = f"of {counted(len(place), 'image')} that it was decoding"
     print(f"the run before has ended without a word; {tried}, {these if bad else 'none ends a decoder'}", flush=True)
     return bad
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from pipeline import TooManyBadFiles
+from pipeline.headers import counted
 from pipeline.shown import shown
 from pipeline.waiting import Stopped
 
@@ -267,20 +268,20 @@ class DryLoop(Loop):
         if (config.output / "config.json").exists():
             self.say(f"there is a run in {config.output}, which would go on from step {self.start:,}")
         if self.start == last:
-            self.say(f"all {last:,} steps are done, none is to come")
+            self.say(f"step {last:,} was the last, none is to come")
             return
         epochs = [step / self.steps_per_epoch for step in (self.start, last)]
         self.say(
             f"to come: steps {self.start + 1:,} to {last:,}, epoch {epochs[0]:.2f} to {epochs[1]:.2f} of "
-            f"{config.epochs:g}, {self.steps_per_epoch:,} steps each"
+            f"{config.epochs:g}, {counted(self.steps_per_epoch, 'step')} each"
         )
         steps = self.end - self.warm
         each, rest = self.seconds / steps, last - self.start
         rates = ", ".join(SHOWN[name](amount / each) for name, amount in self.report.rates.items())
         self.say(
             f"time: an estimate of {datetime.timedelta(seconds=math.ceil(rest * each))}, from {each:.3g} s a step, "
-            f"waiting for data {self.waited / self.seconds:.1%} ({rates}); measured over {steps} steps behind "
-            f"{self.warm - self.start} to warm up. Evaluation on the way and at the end comes on top"
+            f"waiting for data {self.waited / self.seconds:.1%} ({rates}); measured over {counted(steps, 'step')} "
+            f"behind {self.warm - self.start} to warm up. Evaluation on the way and at the end comes on top"
         )
         self.say(f"memory: at most {most / 1e9:.2f} GB a rank {what}")
         there = next(path for path in (config.output.absolute(), *config.output.absolute().parents) if path.exists())
@@ -315,7 +316,7 @@ def running(
     with loop.report, loop.stop:
         for line in opened.damaged:
             loop.say(f"{line}; the run goes on from the one before")
-        left = f"steps {loop.step + 1} to {loop.total}" if loop.step < loop.total else f"all {loop.step} steps are done"
+        left = f"steps {loop.step + 1} to {loop.total}" if loop.step < loop.total else f"step {loop.step} was the last"
         loop.say(f"{about}; {left}")
         try:
             yield loop

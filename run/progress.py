@@ -16,6 +16,7 @@ from rich.table import Column
 from rich.text import Text
 from torch import Tensor
 
+from pipeline.headers import counted
 from pipeline.shown import paints
 
 from .checkpoint import write_atomically
@@ -28,7 +29,7 @@ SHOWN = {
     "feature_std": "spread {:.3f}".format,
     "images_per_second": lambda rate: f"{rate:,.{0 if rate >= 10 else 2}f} images/s",
     "left": lambda s: f"{s // 3600:.0f}:{s // 60 % 60:02.0f}:{s // 1 % 60:02.0f} left",
-    "skipped": lambda steps: f"{steps:,} steps skipped" if steps else "",
+    "skipped": lambda steps: f"{counted(steps, 'step')} skipped" if steps else "",
     "similarity": "similarity {:.3f}".format,
     "data_wait": "waiting for data {:.1%}".format,
     "mfu": "MFU {:.1%}".format,

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn  # imported once there is a group, it would hold it for ever, and with it gloo's threads
 
+from pipeline.headers import counted
+
 from .recorded import release
 
 # How long a collective may wait for a rank. The longest waits known: for a batch that cannot be read (480 s, see
@@ -54,7 +56,7 @@ class Ranks:
         if device != "cpu" and gpus:
             if local_count > gpus:
                 raise ValueError(
-                    f"{local_count} ranks on a machine with {gpus} GPUs; expected at most one rank per GPU"
+                    f"{local_count} ranks on a machine with {counted(gpus, 'GPU')}; expected at most one rank per GPU"
                 )
             place = torch.device("cuda", local_rank)
             torch.cuda.set_device(place)

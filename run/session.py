@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import timm
 import torch
 
-from pipeline.index import printable
+from pipeline.headers import counted, printable
 from pipeline.loader import bad_limit
 
 from . import checkpoint
@@ -75,8 +75,8 @@ def check_batch(config: RunConfig, data: Data, ranks: Ranks) -> None:
     if len(data) < config.batch_size and (fits := len(data) // ranks.count * ranks.count):
         rate = config.lr * fits / config.batch_size
         raise ValueError(
-            f"{len(data):,} images in {data.root} are less than one batch of {config.batch_size:,}; expected more of "
-            f"them, or --batch-size {fits} and, in proportion, --lr {rate:.2g}"
+            f"{counted(len(data), 'image')} in {data.root}: less than one batch of {config.batch_size:,}; expected "
+            f"more of them, or --batch-size {fits} and, in proportion, --lr {rate:.2g}"
         )
 
 

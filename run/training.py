@@ -28,6 +28,7 @@ from model import (
     timm_arguments,
 )
 from pipeline import Batch
+from pipeline.headers import counted
 
 from .checkpoint import copied
 from .recipes import Config, ImagesConfig, learning_rate, momentum_coefficient
@@ -59,7 +60,7 @@ def plan_patches(config: Config) -> tuple[int, tuple[int, int], int]:
     if config.groups * keep > patches:
         raise ValueError(
             f"--groups {config.groups} --keep-ratio {config.keep_ratio}: {config.groups} disjoint groups of {keep} "
-            f"patches do not fit into {patches}; expected at most {patches // keep} groups"
+            f"patches do not fit into {patches}; expected at most {counted(patches // keep, 'group')}"
         )
     if patches > MAX_PATCHES:
         raise ValueError(

@@ -154,7 +154,7 @@ def test_bad_images_are_named_and_trained_around(few, tmp_path, capsys):
         main([*options, "--output", str(tmp_path / "run"), "--epochs", "2", "--max-steps", steps])
         said = capsys.readouterr().out
         assert f"left out {3 + len(gone)} of 12 files" in said
-        assert "1 images cannot be read, nothing is found in them" in said
+        assert "1 image cannot be read, so nothing is found there: " in said
         rejected = [json.loads(line) for line in (tmp_path / "run" / "rejected.jsonl").read_text().splitlines()]
         assert [line["path"] for line in rejected] == ["00001.jpg", "00003.jpg", "00005.jpg", *gone]
         assert "truncated" in rejected[0]["reason"] and rejected[2]["reason"] == "not an image"
@@ -203,7 +203,7 @@ def test_folders_of_other_programs_and_other_data_are_refused(undisturbed, photo
         (("--eval-images", "{images}"), "of 32 files cannot be used, at most 20 may"),
         (("--scale", "2", "1"), "--scale"),
         (("--lr", "nan"), "--lr nan: expected 0 or more"),
-        (("--warmup-steps", "40"), "--warmup-steps 40: expected less than the 40 steps that --epochs 1 takes"),
+        (("--warmup-steps", "40"), "--warmup-steps 40: expected less than the 40 steps of --epochs 1"),
         (("--output", "{train}"), "is a file; expected a folder"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",

@@ -93,7 +93,7 @@ def test_a_crawled_folder_trains_and_is_reported(crawled, tmp_path):
     assert "\x1b" not in done.stderr  # nothing of the decoder's own
     # What is known to be bad costs nothing when the run goes on, and is still reported.
     again = train(crawled, output, *enough)
-    assert "steps are done" in again.stdout
+    assert " was the last" in again.stdout
     assert (output / "rejected.jsonl").read_text().count("\n") == len(lines)
 
 

@@ -76,7 +76,7 @@ def test_a_signal_after_the_last_step_is_one_line(undisturbed, photos, tmp_path)
         [*map(str, command), *MORE], cwd=ROOT, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
-    assert "all 32 steps are done" in running.stdout.readline()
+    assert "step 32 was the last" in running.stdout.readline()
     running.terminate()
     said, errors = running.communicate(timeout=60)
     assert running.returncode == STOPPED and "Traceback" not in errors

@@ -116,7 +116,7 @@ def test_bad_files_are_left_out_and_named(tmp_path, capsys):
     assert rejected["empty.jpg"] == "empty file"
     assert "left out 3 of 28 files" in said and all(name in said for name in rejected)
     report = (tmp_path / "run" / "rejected.jsonl").read_bytes()
-    assert "all 16 steps are done" in in_process(capsys, data, tmp_path / "run", "--max-steps", "16")
+    assert "step 16 was the last" in in_process(capsys, data, tmp_path / "run", "--max-steps", "16")
     assert (tmp_path / "run" / "rejected.jsonl").read_bytes() == report
 
 
@@ -198,7 +198,7 @@ def test_evaluation_without_a_usable_image_costs_no_encoder(photos, tmp_path, ca
     cut = (photos / "a" / "00.jpg").read_bytes()[:-200]
     (tmp_path / "eval" / "a" / "cut.jpg").write_bytes(cut)
     said = in_process(capsys, photos, tmp_path / "run", "--eval-data", tmp_path / "eval", "--max-steps", "4")
-    assert "no k-NN accuracy: none of 1 images" in said
+    assert "no k-NN accuracy: no image in " in said
     assert (tmp_path / "run" / "encoder/model.safetensors").exists()
 
 

@@ -204,7 +204,7 @@ def evaluate(
         bad.update(found)
     images = counts.pop()
     if not images:
-        raise OSError(f"none of {len(index):,} evaluation images in {index.root} decodes")
+        raise OSError(f"no evaluation image in {index.root} decodes, of {len(index):,}")
     scores: dict[str, float] = {}
     for name, top1, top5 in zip(networks, counts[::2], counts[1::2], strict=True):
         ending = f"_{name}" if name else ""

@@ -38,7 +38,7 @@ def features(encoders: Sequence, index: Index, samples: np.ndarray, **how) -> tu
     """``embed`` without the numbers; ValueError if none of the images can be decoded."""
     found, labels, _ = embed(encoders, index, samples, **how)
     if not len(labels):
-        raise ValueError(f"none of {len(samples)} images in {index.root} decodes")
+        raise ValueError(f"no image in {index.root} decodes, of {len(samples):,}")
     return found, labels
 
 
@@ -213,7 +213,7 @@ def compare(
     counts = ranks.sum(torch.tensor([len(known_labels), len(labels)], device=labels.device)).tolist()
     for count, of, where in zip(counts, (chosen, asked), (index, evaluation), strict=True):
         if not count:
-            raise ValueError(f"none of {len(of)} images in {where.root} decodes")
+            raise ValueError(f"no image in {where.root} decodes, of {len(of):,}")
     translated = torch.from_numpy(evaluation.labels_among(index.classes)).to(labels.device)[labels]
     scores = dict(zip(("knn_bank", "knn_queries"), counts, strict=True))
     for name, rows, queried in zip(encoders, known, candidates, strict=True):

@@ -71,9 +71,9 @@ def test_what_batches_take_is_said_and_what_cannot_fit_is_refused(tmp_path, monk
     monkeypatch.setattr(memory, "free", lambda device: left["bytes"])
     assert memory.plan(index, batch=4, **how) == ""
     monkeypatch.setattr(memory, "_WORTH_SAYING", 1e8)
-    assert memory.plan(index, batch=4, **how) == "4 images decode to 0.2 GB at most, 0.1 on the mean"
+    assert memory.plan(index, batch=4, **how) == "to decode 4 images: 0.2 GB at most, 0.1 on the mean"
     left["bytes"] = 13 * 40_000_000
-    assert memory.plan(index, batch=4, **how).endswith(": in parts of at most 0.1 GB, or one image")
+    assert memory.plan(index, batch=4, **how).endswith(", in parts of at most 0.1 GB, or one image")
     for bytes_left, batch in ((7 * 24_000_000, 1), (900_000_000, 1000)):
         left["bytes"] = bytes_left
         with pytest.raises(

@@ -311,10 +311,10 @@ def test_errors_are_one_clear_line(tmp_path):
     (tmp_path / "empty.txt").write_text("# nothing\n")
     os.mkfifo(tmp_path / "pipe.tar")
     cases = [
-        ("both", r"holds 1 tar files and 2 images outside of them; expected one or the other"),
-        ("packed", r"holds 1 compressed files, first: a.tar.xz; expected plain .tar files"),
+        ("both", r"holds tar files \(1\) and images outside of them \(2\); expected one or the other"),
+        ("packed", r"holds 1 compressed file, first: a.tar.xz; expected plain .tar files"),
         ("a.tgz", r"a.tgz is compressed: expected plain .tar files"),
-        ("no images.tar", r"no usable image in .*no images.tar \(1 files rejected, first: .*tar!a.jpg: not an image\)"),
+        ("no images.tar", r"no usable image in .*no images.tar \(1 file rejected, first: .*tar!a.jpg: not an image\)"),
         ("empty.txt", r"no usable image in .*empty.txt; expected JPEG"),
         ("pipe.tar", r"is a file: expected a folder of images"),
         ("gone.tar", r"no file .*gone.tar: expected a folder of images"),

@@ -27,7 +27,7 @@ def test_ranks_share_machines_and_cards(monkeypatch):
         monkeypatch.setenv("LOCAL_RANK", str(min(1, local - 1)))
         ranks = Ranks.join(wanted)
         assert (str(ranks.device), ranks.rank, ranks.count, ranks.local_count) == (place, 0, 1, local)
-    for cards, wanted, said in ((0, "cuda", "sees no GPU"), (1, "auto", "2 ranks on a machine with 1 GPUs")):
+    for cards, wanted, said in ((0, "cuda", "sees no GPU"), (1, "auto", "2 ranks on a machine with 1 GPU; ")):
         see(monkeypatch, cards)
         with pytest.raises(ValueError, match=said):
             Ranks.join(wanted)

@@ -99,8 +99,8 @@ class CocoLoader:
     ):  # fmt: skip
         if batch_size % ranks or batch_size > len(data):
             raise ValueError(
-                f"--batch-size {batch_size}: expected a multiple of the {ranks} ranks and at most {len(data):,}, the "
-                "images there are"
+                f"--batch-size {batch_size}: expected a multiple of the ranks, {ranks}, and at most "
+                f"the images, {len(data):,}"
             )
         self.index, self.seed, self.device, self.workers = data, seed % 2**64, device, workers
         self.batches_per_epoch = len(data) // batch_size
