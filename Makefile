@@ -32,7 +32,7 @@ lint: .venv/installed
 .venv/installed: setup.cfg pyproject.toml
 	@echo 'Installing into .venv, once: 6 GB on disk, most of it torch with CUDA; at 100 Mbit/s up to 9 minutes.'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[test,bench,coco,parquet]'
+	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[test,bench,coco,parquet,s3]'
 	@touch $@
 
 .PHONY: demo test lint

@@ -91,7 +91,7 @@ def main(arguments: list[str]) -> int:
         index = Index.scan(folder)
         batch = min(batch, len(index))
         sampled = range(min(100, len(index)))
-        file_bytes = [index.places[i, 2] if index.shards else os.path.getsize(index.file(i)) for i in sampled]
+        file_bytes = [len(graph.read(*index.place(i))) for i in sampled]
         result = {
             "recipe": config.recipe, "image_size": config.image_size, "batch_size": batch, "batches": batches,
             "images": len(index), "source": "given" if options.images else "generated",
@@ -99,7 +99,7 @@ def main(arguments: list[str]) -> int:
             "mean_height": float(index.sizes[:, 0].mean()), "mean_width": float(index.sizes[:, 1].mean()),
         }  # fmt: skip
         tables = {"rates": lambda: rates(index, config, batch, batches, rounds, device, cores)}
-        if not on_gpu and not index.shards:
+        if not on_gpu and read_by_dali(index):
             tables["stages"] = lambda: stages(index, config, min(looked_at, batch), rounds)
             tables["parity"] = lambda: parity(index, config.image_size, looked_at)
         if on_gpu:
@@ -148,6 +148,12 @@ def conclusions(d: dict) -> dict:
     return {"findings": [found, *kernels], "plots": plots, **result}
 
 
+def read_by_dali(index) -> bool:
+    """Whether every image is a file of its own."""
+    with index.open() or contextlib.nullcontext() as reader:
+        return reader is None
+
+
 # Images per second and processor time, side by side
 
 
@@ -166,7 +172,7 @@ def rates(index, config, batch, batches, rounds, device, cores) -> list[dict]:
         providers = {f"this loader, threads: {n}": ours(n) for n in threads}
     else:
         providers = {f"this loader, threads: {cores}": ours(cores)}
-        if not index.shards:
+        if read_by_dali(index):
             providers |= torchvision_loaders(index, config, batch, cores)
     count = max(1, batches // rounds) + 2 * AHEAD
     measured = {name: [] for name in providers}

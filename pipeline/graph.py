@@ -22,16 +22,15 @@ import errno
 import io
 import math
 import os
-import re
 
 import numpy as np
 from PIL import Image
 
-from pipeline import formats, headers
+from pipeline import formats, headers, objects
 from pipeline.headers import MAY_PASS
 
 _LUMA = np.array([0.299, 0.587, 0.114])  # ITU-R BT.601, as Pillow and torchvision weigh grey
-# What is said of one file as well as of all of them, where credentials have expired; EREMOTE is that of ``fetch``.
+# What is said of one file as well as of all of them, where credentials have expired; EREMOTE is ``objects.get``'s.
 UNCLEAR = frozenset({errno.EREMOTE, errno.EACCES, errno.EPERM, errno.EKEYEXPIRED})
 _AHEAD = 16  # files read at a time, as ``probe`` does
 _WIDEST = 300  # pixels: radius of the blur at the largest sigma that an Augmentation takes
@@ -289,37 +288,13 @@ def _read(images):
 
 
 def read(path, offset=0, length=-1):
-    """So many bytes of a file from ``offset`` on, or all: uint8 [bytes]; OSError where they cannot be read."""
-    if path.startswith("s3://"):
-        return fetch(path)
+    """So many bytes of a file, or of an object, from ``offset`` on, or all: uint8 [bytes]; OSError where they cannot be
+    read."""
+    if path.startswith(objects.SCHEME):
+        return objects.get(path, offset, length)
     with open(path, "rb") as file:  # not numpy, for which a file ends where reading it fails
         file.seek(offset)
         return np.frombuffer(file.read(length), np.uint8)
-
-
-def fetch(uri):
-    """The file behind an s3:// URI, as DALI reads it: uint8 [bytes].
-
-    OSError if it cannot be had: EREMOTEIO for no connection, no answer in time or a part of one, and what the server
-    says of the content; EREMOTE for what it says before. DALI asks for the size first, and an answer to that has no
-    body in which S3 could say what is wrong: no such object, no such bucket, a 403 and a 500 all look alike.
-    """
-    from nvidia.dali import fn, pipeline_def
-
-    @pipeline_def(batch_size=1, num_threads=1, device_id=None, prefetch_queue_depth=1)
-    def graph():
-        return fn.io.file.read(fn.external_source(name="name", batch=True), dont_use_mmap=True)
-
-    try:
-        (content,) = graph().run(name=[np.frombuffer(os.fsencode(uri), np.uint8)])
-    except RuntimeError as error:
-        said = str(error).partition("encountered:")[2].partition("Current pipeline object")[0]
-        said = re.sub(r"S3 Object not found\. bucket=.*? object=.*?:\n", "", said, flags=re.DOTALL).strip(" :\n")
-        if said.startswith("No response body"):
-            raise OSError(errno.EREMOTE, "not found, forbidden or out of order: S3 does not say which") from None
-        line = said.splitlines()[0].rpartition("; Details: ")[2] if said else "an error of the server"
-        raise OSError(errno.EREMOTEIO, line) from None
-    return np.array(content.as_tensor())[0]
 
 
 def _hush():

@@ -22,7 +22,7 @@ else:
     from latency import concurrently
 
 # Why a file cannot be read although nothing may be wrong with it: what network file systems say of their servers, and
-# what a process has run out of. EREMOTEIO is that of ``graph.fetch``.
+# what a process has run out of. EREMOTEIO is that of ``objects.get``.
 MAY_PASS = frozenset({
     errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH,
     errno.ETIMEDOUT, errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.ESHUTDOWN, errno.EREMOTEIO,

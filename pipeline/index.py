@@ -12,11 +12,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from pipeline import cache as caches
-from pipeline import sources, waiting
+from pipeline import objects, sources, waiting
 from pipeline.headers import counted, printable
 from pipeline.paths import Paths, expanded, matched
+from pipeline.readers import ObjectReader, Reader, ShardReader
 from pipeline.scan import read, read_headers, version
-from pipeline.shards import ShardReader
 from pipeline.shown import shown
 
 __all__ = ["Index", "printable", "read_headers"]
@@ -60,7 +60,7 @@ class Index:
     def file(self, i: int) -> str:
         """Absolute path of image i, or its URI; in a shard, where nothing can open it, no more than a name."""
         path = self.paths[i]
-        return path if path.startswith(("s3://", "/")) else f"{self.root}/{path}"  # a join takes 1.4 us more
+        return path if path.startswith((objects.SCHEME, "/")) else f"{self.root}/{path}"  # a join takes 1.4 us more
 
     def place(self, i: int) -> tuple[str, int, int]:
         """Where the bytes of image i are: the path of a file or a URI, offset, and their number, -1 for all."""
@@ -102,15 +102,17 @@ class Index:
         """Whether the shards are no files of the user's."""
         return bool(self.shards) and self.shards[0].startswith("/")
 
-    def open(self) -> ShardReader | None:
-        """What reads the images out of shards; None where every image is a file of its own. OSError where there are no
-        unpacked ones."""
+    def open(self) -> Reader | None:
+        """What reads the images out of shards or from an object store; None where every image is a file of its own.
+        OSError where there are no unpacked ones, ValueError where nothing that reads from a store is installed."""
         if self._unpacked and not all(map(os.path.exists, self.shards)):
             raise OSError(
                 f"{os.path.dirname(self.shards[0])} lacks what the Parquet files of {self.root} were unpacked into; "
                 "expected a start without --trust-index, or on several nodes --index-cache FOLDER that all of them see"
             )
-        return ShardReader(self.root, self.shards, self.places) if self.shards else None
+        if self.shards:
+            return ShardReader(self.root, self.shards, self.places)
+        return ObjectReader(self.place) if len(self.paths.beginning(objects.SCHEME)) else None
 
     @functools.cached_property
     def fingerprint(self) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline import formats, graph, headers, inflight, memory, stream, waiting
+from pipeline import formats, graph, headers, inflight, memory, objects, stream, waiting
 from pipeline.headers import counted, printable
 from pipeline.held import Held
 from pipeline.index import Index
@@ -208,22 +208,24 @@ def _decoded(index, plan, numbers, views, settings, device, found, record):
     retried, outage = False, waiting.Outage()
     recorded = inflight.Record(record, index.fingerprint) if record else contextlib.nullcontext()
     held = Held(lambda: torch.cuda.current_stream(device).record_event()) if gpu else contextlib.nullcontext()
-    with index.open() or contextlib.nullcontext() as shards, recorded, held:
+    with index.open() or contextlib.nullcontext() as reader, recorded, held:
         while True:
             planned, done = collections.deque(), []  # what is in flight: (number, plan, part); parts of a batch
             note, most = recorded.note if record else None, memory.most_pixels(device)
-            source = _source(index, shards, plan, numbers, planned, note, most)
-            pipeline = graph.pipeline(source, views, device_id=device_id, files=shards is None, **settings)
+            source = _source(_parts(index, reader, plan, numbers, most), planned, note)
+            pipeline = graph.pipeline(source, views, device_id=device_id, files=reader is None, **settings)
             while True:
                 try:
                     outputs = pipeline.run(torch.cuda.current_stream(device) if gpu else None)
                 except StopIteration:
                     return
                 except RuntimeError as error:
+                    if not planned:  # DALI itself failed, before it took any
+                        raise
                     number, failed, part = planned[0]
-                    bad = _probe(index, shards, failed.sample[part], device_id, outage)
+                    bad = _probe(index, reader, failed.sample[part], device_id, outage)
                     if not bad and retried:
-                        if shards is None and "io.file.read" not in str(error):
+                        if reader is None and "io.file.read" not in str(error):
                             said = f"batch {number} fails, but each of its images decodes alone: {error}"
                             raise RuntimeError(said) from error
                         outage.wait(f"batch {number}", "each of its images can be read alone")
@@ -250,25 +252,41 @@ def _number(device):
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-def _source(index, shards, plan, numbers, planned, note, most):
-    """What feeds the graph: plans the numbers one after the other, skips empty plans, notes in ``planned`` what it
-    yields, of each plan parts of at most so many pixels. ``note``, if any, is told their samples."""
+def _source(parts, planned, note):
+    """What feeds the graph: notes in ``planned`` what it yields. ``note``, if any, is told the samples."""
+    for number, current, part, files in parts:
+        planned.append((number, current, part))
+        if note:
+            note(current.sample[part])
+        yield files(), *(array[part] for array in current.feeds)
+
+
+def _parts(index, reader, plan, numbers, most):
+    """Plans the numbers one after the other, skips empty plans, and yields (number, plan, part, a function that returns
+    what the graph takes for the files), of each plan parts of at most so many pixels. What a reader reads is begun
+    beforehand: the next part, and more until the reader is busy or a third of the pixels are ahead."""
+    ahead, most = collections.deque(), most // 3 if reader else most  # a file is seldom larger than its image
     for number in numbers:
         current = plan(number)
-        for part in memory.parts(index.sizes[current.sample], most, len(current.sample)):
-            planned.append((number, current, part))
-            if note:
-                note(current.sample[part])
+        sizes = index.sizes[current.sample]
+        for part in memory.parts(sizes, most, len(current.sample)):
             sample = current.sample[part].tolist()
-            files = shards.batch(sample) if shards else graph.names([index.file(s) for s in sample])
-            yield files, *(array[part] for array in current.feeds)
+            if not reader:
+                yield number, current, part, functools.partial(graph.names, [index.file(s) for s in sample])
+                continue
+            load = max(len(sample) / reader.threads, sizes[part].astype(np.int64).prod(1).sum() / most)
+            ahead.append((load, (number, current, part, reader.begin(sample))))
+            while sum(load for load, _ in itertools.islice(ahead, 1, None)) >= 1:
+                yield ahead.popleft()[1]
+    for _, begun in ahead:
+        yield begun
 
 
-def _probe(index, shards, sample, device_id, outage):
+def _probe(index, reader, sample, device_id, outage):
     """{sample: reason} of the images that do not decode or are not there; those that cannot be read are waited for."""
 
     def image(s):
-        read = functools.partial(shards.read, s) if shards else functools.partial(graph.read, index.file(s))
+        read = functools.partial(reader.read, s) if reader else functools.partial(graph.read, index.file(s))
         return functools.partial(_checked, read, index.sizes[s].tolist())
 
     bad, looks, todo = {}, 0, sample.tolist()
@@ -308,12 +326,13 @@ def _checked(read, size):
 
 def _others(index, sample):
     """A few samples from all over the index that come from the same store as this one."""
-    path = index.paths[sample]
-    remote = path.startswith("s3://")
-    store = "/".join(path.split("/")[:3]) + "/" if remote else ""
-    same = [i for i, p in enumerate(index.paths) if p.startswith(store) and p.startswith("s3://") == remote]
-    start = same.index(sample)
-    return {same[(start + k * len(same) // _OTHERS) % len(same)] for k in range(1, _OTHERS)} - {sample}
+    path, remote = index.paths[sample], index.paths.beginning(objects.SCHEME)
+    if path.startswith(objects.SCHEME):
+        same = index.paths.beginning("/".join(path.split("/")[:3]) + "/")
+    else:
+        same = np.setdiff1d(np.arange(len(index)), remote, assume_unique=True)
+    start = np.searchsorted(same, sample)
+    return {same[(start + k * len(same) // _OTHERS) % len(same)].item() for k in range(1, _OTHERS)} - {sample}
 
 
 def _to(array, device):

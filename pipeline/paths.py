@@ -89,6 +89,15 @@ class Paths(Sequence[str]):
         begin, end = self.starts[[first, last]].tolist()
         return self.blob[begin : end - 1].tobytes().decode("utf-8", "surrogateescape").split("\0")
 
+    def beginning(self, prefix: str) -> np.ndarray:
+        """int64 [m]: the numbers of the names that begin so."""
+        found = self.starts[:-1].astype(np.int64)
+        which = np.arange(len(found))
+        for byte in prefix.encode():  # a name that is shorter ends with a NUL, which no name holds
+            same = self.blob[found] == byte
+            found, which = found[same] + 1, which[same]
+        return which
+
     def take(self, which: np.ndarray) -> "Paths":
         """The names of these numbers, int64 [m], in their order."""
         begin, end = (self.starts[which + i].astype(np.int64) for i in (0, 1))

@@ -1,9 +1,5 @@
-"""Images in tar files: those of a data set, or those that Parquet files are unpacked into; and what reads them."""
+"""Images in tar files: those of a data set, or those that Parquet files are unpacked into."""
 
-import concurrent.futures
-import contextlib
-import errno
-import functools
 import json
 import os
 import re
@@ -15,11 +11,6 @@ import numpy as np
 from pipeline import cache as caches
 from pipeline import parquet
 from pipeline.headers import MAY_PASS
-
-_OPEN = 256  # shards kept open; many systems allow a process 1,024 files
-# Threads that read. 110 kB at random from a virtual disk, nothing in memory: 4,100/s by one, 8,200 by 4, 10,600 by 8,
-# 9,100 by 16. In memory 18,600 by one, 17,000 by 8.
-_READERS = 8
 
 
 def natural(name):
@@ -90,52 +81,3 @@ class Unpacked(Shards):
                 row = path[len(self.shards[place[0]]) + 1 :].partition(".")[0]
                 path = self.tables[place[0]] + (f"/{int(row)}" if row else "")
             yield path, label, "no bytes (a path alone is not followed)" if result == "empty file" else result, place
-
-
-class _Descriptor(int):
-    """A file descriptor that is closed when the last one who uses it, in whatever thread, lets go of it."""
-
-    def __del__(self):
-        os.close(self)
-
-
-class ShardReader:
-    """Encoded images out of shards by offset; ``with`` closes it."""
-
-    def __init__(self, root, shards, places):
-        def open_shard(number):
-            return _Descriptor(os.open(os.path.join(root, shards[number]), os.O_RDONLY | os.O_CLOEXEC))
-
-        self._places, self._open = places, functools.lru_cache(_OPEN)(open_shard)
-        self._pool = concurrent.futures.ThreadPoolExecutor(_READERS)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self._pool.shutdown()
-        self._open.cache_clear()
-
-    def read(self, sample: int) -> np.ndarray:
-        """The file of an image, uint8 [bytes]; OSError where it cannot be read whole."""
-        shard, offset, length = self._places[sample].tolist()
-        try:
-            data = os.pread(self._open(shard), length, offset)
-        except OSError:
-            self._open.cache_clear()  # it may be the descriptor that is stale
-            raise
-        if len(data) < length:
-            raise OSError(errno.ENODATA, "the shard ends before the image does")
-        return np.frombuffer(data, np.uint8)
-
-    def batch(self, samples: list[int]) -> list[np.ndarray]:
-        """The files of several; what cannot be read becomes one byte, which will not decode."""
-        files = [np.zeros(1, np.uint8)] * len(samples)
-
-        def read(first):
-            for i in range(first, len(samples), _READERS):
-                with contextlib.suppress(OSError):
-                    files[i] = self.read(samples[i])
-
-        list(self._pool.map(read, range(_READERS)))
-        return files

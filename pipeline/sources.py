@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pipeline import objects
 from pipeline.headers import UNPACK, checked, counted, named_as_image, printable
 from pipeline.paths import Paths
 from pipeline.shards import Shards, Unpacked, natural, stated
@@ -171,8 +172,8 @@ class TextList:
 
     A label may follow: the text after the last tab or, in a line without one, after the last space, unless only with
     that text the line is named as an image (``my photo.jpg``). Blank lines are passed over, and those that start with #
-    unless a file is called so. An ``s3://`` URI is left to DALI's own reader; as nothing here can read its
-    header, its line is uri<TAB>label<TAB>height<TAB>width. Tested with a stand-in on this machine, not with a bucket.
+    unless a file is called so. Of an ``s3://`` URI the line is uri<TAB>label<TAB>height<TAB>width: an object is not
+    asked for before it is trained on. Tested with a stand-in on this machine, not with a bucket.
     """
 
     order = staticmethod(natural)
@@ -194,6 +195,8 @@ class TextList:
                 parsed = stated(self.root, *parsed[:2])
             if parsed and not (comment and parsed[3] is None):
                 self.lines.append(parsed)
+        if any(path.startswith(objects.SCHEME) for path, *_ in self.lines):
+            objects.ready()
         self._look([line for line in self.lines if line[3] == _LATER])
 
     def _look(self, lines):
@@ -223,6 +226,7 @@ class TextList:
                 )
             if path.lower().endswith(".tar"):
                 raise ValueError(f"{printable(path)}: {_REMOTE_TAR}")
+            objects.parsed(path)
             size = checked(int(columns[1]), int(columns[2]))
             if isinstance(size, str):
                 raise ValueError(size)

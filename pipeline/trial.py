@@ -130,9 +130,10 @@ class _Files:
     """Decodes files as training does."""
 
     def __init__(self, batch, threads, device_id):
-        from pipeline import graph
+        from pipeline import graph, latency
 
         self.graph, self.settings, self.device_id = graph, (batch, threads), device_id
+        self.concurrently = latency.concurrently
         self.pipeline = self.new()
 
     def new(self):
@@ -148,7 +149,7 @@ class _Files:
 
     def answers(self, files):
         """An answer to each file."""
-        contents = [self.content(*file) for file in files]
+        contents = self.concurrently(lambda file: self.content(*file), files)
         good = iter(self.decode([content for content in contents if not isinstance(content, str) and content.size]))
         answers = []
         for content in contents:

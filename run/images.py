@@ -4,9 +4,10 @@ import contextlib
 import time
 from pathlib import Path
 
-from pipeline import Index, Loader, graph, inflight, known, memory, trial
+from pipeline import Index, Loader, inflight, known, memory, objects, trial
 from pipeline import cache as caches
 from pipeline.headers import counted
+from pipeline.readers import ObjectReader
 from pipeline.toy import make_toy
 
 from .ranks import Ranks
@@ -127,25 +128,20 @@ def _killers(config: ImagesConfig, ranks: Ranks, index: Index, batches: list[lis
     return bad
 
 
-def remote_rate(index: Index, threads: int) -> str:
-    """What reading from an object store by so many threads takes, in a line for the screen; "" where none is read from.
-
-    Each of DALI's threads reads one object at a time, by two requests one after the other: one for its size, as every
-    file is asked for it, and one for its bytes.
-    """
-    some = sorted({i * len(index) // _TRIED for i in range(_TRIED)})
-    remote, seconds = [path for path in (index.paths[i] for i in some) if path.startswith("s3://")], []
+def remote_rate(index: Index) -> str:
+    """What reading from an object store takes, in a line for the screen; "" where none is read from."""
+    remote, seconds = index.paths.beginning(objects.SCHEME), []
     with contextlib.suppress(OSError):  # what cannot be read is waited for later
-        for path in remote:
+        for i in remote[:: -(-len(remote) // _TRIED) or 1].tolist():
             start = time.perf_counter()
-            graph.fetch(path)
+            objects.get(index.paths[i])
             seconds.append(time.perf_counter() - start)
     if not seconds:
         return ""
-    each = min(seconds)
+    each, many = min(seconds), ObjectReader.threads
     return (
-        f"an image of the store takes {1000 * each:.0f} ms (two requests), so {threads} threads read at most "
-        f"{threads / each:,.0f} images/s on each rank; for more: --threads = images/s x {each:.3f}"
+        f"an image of the store takes {1000 * each:.0f} ms, so {many} requests at a time bring at most "
+        f"{many / each:,.0f} images/s on each rank"
     )
 
 
@@ -153,7 +149,7 @@ def open_loader(config: ImagesConfig, ranks: Ranks, index: Index, bad: dict[int,
     """This rank's batches of what ``open_data`` has returned; ValueError for sizes that do not divide, or too little
     memory."""
     check_batch(config, index, ranks)
-    if ranks.first and (said := remote_rate(index, ranks.threads(config.threads))):
+    if ranks.first and (said := remote_rate(index)):
         print(said, flush=True)
     loader = Loader(
         index, config.augmentation, image_size=image_size, batch_size=config.batch_size, seed=config.seed,

@@ -99,12 +99,7 @@ def examples(index, config, grid, keep, images, epoch):
 
 def _read(index, sample):
     """The upright source picture."""
-    file = index.file(sample)
-    if shards := index.open():
-        with shards:
-            data = shards.read(sample)
-    else:
-        data = graph.fetch(file) if file.startswith("s3://") else np.fromfile(file, np.uint8)
+    data = graph.read(*index.place(sample))
     return Image.fromarray(pictures.read(data.tobytes()))
 
 

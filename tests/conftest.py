@@ -60,29 +60,35 @@ def photos(tmp_path_factory) -> Path:
 
 
 class Bucket:
-    """A server on this machine that answers as S3 does, as far as DALI asks: ``files`` {path: content}.
+    """A server on this machine that answers as S3 does: ``files`` {path: content}, ``asked`` the (method, path) so far.
 
-    ``answers`` {method: how} is how it answers instead: with an HTTP status, "nothing", or "part" of the content.
+    ``answers`` {"GET" or path: how} is how it answers instead: by an HTTP status, "nothing", or "part" of the content.
     """
 
     def __init__(self):
-        names = {400: "ExpiredToken", 403: "AccessDenied", 404: "NoSuchKey", 500: "InternalError"}
-        self.files, self.answers, self.port = {}, {}, 0
+        names = {301: "PermanentRedirect", 400: "ExpiredToken", 403: "AccessDenied", 404: "NoSuchKey", 503: "SlowDown"}
+        self.files, self.answers, self.asked, self.port = {}, {}, [], 0
         bucket = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
+                bucket.asked.append((self.command, self.path))
                 content = bucket.files.get(self.path)
-                how = 404 if content is None else bucket.answers.get(self.command, 206)
+                how = bucket.answers.get(self.path, bucket.answers.get("GET", 200)) if content is not None else 404
                 if how == "nothing":
                     return
-                first, _, last = self.headers.get("Range", "bytes=0-999999").removeprefix("bytes=").partition("-")
-                body = (content or b"")[int(first) : int(last) + 1]
+                body, first, ranged = content or b"", 0, self.headers.get("Range")
                 if how in names:
                     body = f"<Error><Code>{names[how]}</Code><Message>text</Message></Error>".encode()
-                self.send_response(206 if how == "part" else how)
+                elif ranged:
+                    first, last = ranged.removeprefix("bytes=").split("-")
+                    first, body = int(first), body[int(first) : int(last) + 1]
+                self.send_response(how if how in names else 206 if ranged else 200)
                 self.send_header("Content-Type", "application/xml" if how in names else "image/jpeg")
                 self.send_header("Content-Length", str(len(body)))
+                self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
+                if ranged:
+                    self.send_header("Content-Range", f"bytes {first}-{first + len(body) - 1}/{len(content or b'')}")
                 self.end_headers()
                 if self.command == "GET":
                     self.wfile.write(body[: len(body) // 2] if how == "part" else body)
@@ -108,13 +114,16 @@ class Bucket:
 
 @pytest.fixture(scope="session")
 def server():
-    """The one server of this process: DALI's client keeps the address that it finds at first."""
+    """The one server of this process: what reads from it keeps the address that it finds at first."""
+    pytest.importorskip("obstore", reason="needs pip install -e '.[s3]'")
+    from pipeline import objects
+
     bucket = Bucket()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{bucket.port}")
-        patch.setenv("AWS_MAX_ATTEMPTS", "1")  # it would make three, with pauses
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
             patch.setenv(name, "true")
+        patch.setattr(objects, "RETRIES", 0)  # with pauses
         yield bucket
     bucket.stop()
 
@@ -122,7 +131,7 @@ def server():
 @pytest.fixture
 def bucket(server) -> Bucket:
     """An empty bucket that works."""
-    server.files, server.answers = {}, {}
+    server.files, server.answers, server.asked = {}, {}, []
     return server
 
 

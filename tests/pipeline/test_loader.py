@@ -140,6 +140,28 @@ def test_a_batch_of_many_pixels_is_decoded_in_parts_and_is_the_same(root, monkey
         next(cut.batches(0, 1))
 
 
+@pytest.mark.parametrize("most, ahead", [(10**9, {10}), (30_000, {1, 2, 3})], ids=["enough memory", "little memory"])
+def test_what_is_slow_to_read_is_begun_beforehand(root, monkeypatch, most, ahead):
+    """So much that forty requests are under way while a batch of four is waited for, if there is the memory."""
+    index, begun, got = Index.scan(root), [], []
+
+    def begin(samples):
+        begun.append(samples)
+        return lambda: got.append(samples) or [np.fromfile(index.file(s), np.uint8) for s in samples]
+
+    reader = contextlib.nullcontext(SimpleNamespace(begin=begin, threads=40))
+    monkeypatch.setattr(memory, "most_pixels", lambda device: most)
+    expected = list(evaluation_batches(index, np.arange(N), image_size=24, batch_size=4, device=CPU, threads=1))
+    monkeypatch.setattr(Index, "open", lambda index: reader)
+    for number, batch in enumerate(
+        evaluation_batches(index, np.arange(N), image_size=24, batch_size=4, device=CPU, threads=1)
+    ):
+        assert same(batch, expected[number])
+        assert len(begun) - len(got) in ahead or sum(map(len, begun)) == N
+        assert got == begun[: len(got)]
+    assert number == N // 4 and got == begun
+
+
 def test_boxes_and_flips_describe_the_views(root):
     """Cutting the box out of the upright image again, with Pillow, gives the view."""
     index = Index.scan(root)

@@ -119,7 +119,7 @@ def test_what_an_object_store_takes_is_said(bucket, tmp_path):
     bucket.files = {"/b/0.jpg": b"bytes"}
     (tmp_path / "list.txt").write_text("s3://b/0.jpg\t\t40\t50\n")
     index = Index.scan(tmp_path / "list.txt")
-    said = images.remote_rate(index, 8)
-    assert said.startswith("an image of the store takes ") and "so 8 threads read at most " in said
+    said = images.remote_rate(index)
+    assert said.startswith("an image of the store takes ") and "so 256 requests at a time bring at most " in said
     bucket.files = {}
-    assert images.remote_rate(index, 8) == ""
+    assert images.remote_rate(index) == ""

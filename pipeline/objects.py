@@ -1,0 +1,114 @@
+"""Objects of S3, or of a store that speaks its protocol: one request each, by obstore, with the credentials that boto3
+finds (and renews) as all tools of AWS do. Without any, requests are not signed, as public buckets want it."""
+
+import datetime
+import errno
+import functools
+import re
+import threading
+
+import numpy as np
+
+SCHEME = "s3://"
+WAIT = 30  # seconds for an answer, all of it, and for trying again what failed
+_CONNECT, RETRIES = 5, 3  # seconds until there is a connection; attempts after the first
+_FRESH = datetime.timedelta(minutes=10)  # after which boto3 is asked again for credentials, which it renews when due
+# What errors of obstore say: a status, and of the answer of S3 a code and a message; or what went wrong on the way, of
+# which the first that is there counts.
+_ANSWER = [
+    re.compile(pattern, re.DOTALL)
+    for pattern in (r"status code: (\d+[ \w]*)", r"<Code>\s*(.*?)\s*</Code>", r"<Message>\s*(.*?)\s*</Message>")
+]
+_FROM = "External AWS credential provider: "  # what follows is said by boto3
+_WAYS = {
+    "kind: Connect": "cannot connect",
+    "kind: Timeout": f"no answer in {WAIT} s",
+    "without LOCATION": "the bucket is in another region; expected AWS_REGION to name it",
+    "kind: Interrupted": "the answer breaks off",
+    "kind: Decode": "the answer breaks off",
+    "kind: Request": "the connection breaks off",
+}
+_lock = threading.Lock()
+
+
+def ready() -> None:
+    """ValueError where what reads objects is not installed, or credentials are asked for that are not there."""
+    _credentials()
+
+
+def parsed(uri: str) -> tuple[str, str]:
+    """Bucket and key of an s3:// URI; ValueError for a key that obstore would take for another."""
+    bucket, _, key = uri.removeprefix(SCHEME).partition("/")
+    if not bucket or not all(part not in ("", ".", "..") for part in key.split("/")):
+        raise ValueError(f"got {uri!r}; expected {SCHEME}BUCKET/KEY, whose key has no empty, . or .. part")
+    return bucket, key
+
+
+def get(uri: str, offset: int = 0, length: int = -1) -> np.ndarray:
+    """So many bytes of an object from ``offset`` on, or all: uint8 [bytes], by one request.
+
+    OSError if it cannot be had: ENOENT where the store says that it is not there; EREMOTE, see ``graph.UNCLEAR``, where
+    it says that of the bucket, or forbids it, as it also does of what is not there to who may not list the bucket;
+    EREMOTEIO for all that may pass.
+    """
+    bucket, key = parsed(uri)
+    with _lock:
+        store = _store(bucket)
+    try:
+        whole = not offset and length < 0
+        content = store.get(key).bytes() if whole else store.get_range(key, start=offset, length=length)
+    except (FileNotFoundError, _client().exceptions.BaseError) as error:
+        raise _said(error) from None
+    return np.frombuffer(content, np.uint8)
+
+
+@functools.cache
+def _client():
+    try:
+        import boto3  # noqa: F401
+        import obstore.store
+    except ImportError as error:
+        raise ValueError(
+            f"{SCHEME} is read by obstore and boto3, of which {error.name} is not installed; expected "
+            "pip install -e '.[s3]'"
+        ) from None
+    return obstore
+
+
+@functools.cache
+def _credentials():
+    """What gives obstore credentials, and the region; None where boto3 finds none."""
+    _client()
+    from botocore.exceptions import BotoCoreError
+    from obstore.auth.boto3 import Boto3CredentialProvider
+
+    try:
+        return Boto3CredentialProvider(ttl=_FRESH)
+    except BotoCoreError as error:
+        raise ValueError(f"credentials for {SCHEME}: {error}; expected what the AWS CLI takes") from None
+    except ValueError:
+        return None
+
+
+@functools.cache
+def _store(bucket):
+    seconds = {"timeout": WAIT, "connect_timeout": _CONNECT}
+    options = {name: datetime.timedelta(seconds=value) for name, value in seconds.items()}
+    again = {"max_retries": RETRIES, "retry_timeout": datetime.timedelta(seconds=WAIT)}
+    who = {"credential_provider": _credentials()} if _credentials() else {"skip_signature": True}
+    return _client().store.S3Store(bucket, client_options=options | {"allow_http": True}, retry_config=again, **who)
+
+
+def _said(error):
+    """The OSError for an error of obstore."""
+    text = str(error)
+    status, code, message = (found[1] if (found := pattern.search(text)) else "" for pattern in _ANSWER)
+    if code == "NoSuchKey":
+        return OSError(errno.ENOENT, "no such object")
+    exceptions = _client().exceptions
+    unclear = FileNotFoundError, exceptions.PermissionDeniedError, exceptions.UnauthenticatedError
+    if status:
+        said = ": ".join(filter(None, (status, code, message)))
+    else:
+        said = next((way for mark, way in _WAYS.items() if mark in text), text.splitlines()[0].rpartition(_FROM)[2])
+    return OSError(errno.EREMOTE if isinstance(error, unclear) else errno.EREMOTEIO, said)

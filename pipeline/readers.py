@@ -1,0 +1,107 @@
+"""What reads encoded images by itself, where DALI does not: out of tar files, and from object stores."""
+
+import concurrent.futures
+import contextlib
+import errno
+import functools
+import os
+from collections.abc import Callable
+
+import numpy as np
+
+from pipeline import graph, objects
+
+_OPEN = 256  # shards kept open; many systems allow a process 1,024 files
+
+
+class Reader:
+    """The files of images, several at a time; ``with`` closes it. ``threads`` is how many at most, and so how many
+    images are worth reading ahead."""
+
+    threads: int
+
+    def __init__(self):
+        self._pool = concurrent.futures.ThreadPoolExecutor(self.threads)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._pool.shutdown(cancel_futures=True)
+
+    def read(self, sample: int) -> np.ndarray:
+        """The file of an image, uint8 [bytes]; OSError where it cannot be read whole."""
+        raise NotImplementedError
+
+    def begin(self, samples: list[int]) -> Callable[[], list[np.ndarray]]:
+        """Begins to read the files of several; what is returned waits for them. What cannot be read becomes one byte,
+        which will not decode."""
+        files = [np.zeros(1, np.uint8)] * len(samples)
+
+        def read(first):
+            for i in range(first, len(samples), self.threads):
+                with contextlib.suppress(OSError):
+                    files[i] = self.read(samples[i])
+
+        begun = [self._pool.submit(read, first) for first in range(min(self.threads, len(samples)))]
+
+        def wait():
+            for part in begun:
+                part.result()
+            return files
+
+        return wait
+
+
+class ObjectReader(Reader):
+    """Images that are objects of a store, or files of their own. ``place``: as of ``Index``; ValueError where nothing
+    that reads from a store is installed."""
+
+    # Requests of 110 kB at a time to a server that takes 30 ms to answer, and images/s: 32: 940, 64: 1,742, 128: 3,191,
+    # at .14 to .25 ms of processor time each.
+    threads = 256
+
+    def __init__(self, place):
+        objects.ready()
+        super().__init__()
+        self._place = place
+
+    def read(self, sample):
+        return graph.read(*self._place(sample))
+
+
+class _Descriptor(int):
+    """A file descriptor that is closed when the last one who uses it, in whatever thread, lets go of it."""
+
+    def __del__(self):
+        os.close(self)
+
+
+class ShardReader(Reader):
+    """Images out of ``shards``, tar files below ``root``. ``places``: as of ``Index``."""
+
+    # 110 kB at random from a virtual disk, nothing in memory: 4,100/s by one, 8,200 by 4, 10,600 by 8, 9,100 by 16. In
+    # memory 18,600 by one, 17,000 by 8.
+    threads = 8
+
+    def __init__(self, root, shards, places):
+        def open_shard(number):
+            return _Descriptor(os.open(os.path.join(root, shards[number]), os.O_RDONLY | os.O_CLOEXEC))
+
+        super().__init__()
+        self._places, self._open = places, functools.lru_cache(_OPEN)(open_shard)
+
+    def __exit__(self, *_):
+        super().__exit__()
+        self._open.cache_clear()
+
+    def read(self, sample):
+        shard, offset, length = self._places[sample].tolist()
+        try:
+            data = os.pread(self._open(shard), length, offset)
+        except OSError:
+            self._open.cache_clear()  # it may be the descriptor that is stale
+            raise
+        if len(data) < length:
+            raise OSError(errno.ENODATA, "the shard ends before the image does")
+        return np.frombuffer(data, np.uint8)
