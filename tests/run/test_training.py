@@ -24,17 +24,17 @@ CONFIG = dataclasses.replace(
 CPU = torch.device("cpu")
 
 
-def batch(device=CPU):
+def batch(device=CPU, images=CONFIG.batch_size):
     generator = torch.Generator().manual_seed(0)
-    crops = tuple(torch.randint(0, 256, (4, 32, 32, 3), generator=generator).byte() for _ in range(2))
-    boxes = torch.tensor([[[0, 0, 40, 40], [10, 10, 30, 40]]] * 4).int()
-    rest = torch.zeros(4, 2).bool(), torch.arange(4), torch.zeros(4).long()
+    crops = tuple(torch.randint(0, 256, (images, 32, 32, 3), generator=generator).byte() for _ in range(2))
+    boxes = torch.tensor([[[0, 0, 40, 40], [10, 10, 30, 40]]] * images).int()
+    rest = torch.zeros(images, 2).bool(), torch.arange(images), torch.zeros(images).long()
     return Batch(tuple(x.to(device) for x in crops), boxes.to(device), *(x.to(device) for x in rest))
 
 
 def groups(training, device=CPU):
     """What ``step`` takes of each group of ``batch``: its patches and their numbers."""
-    loaded = batch(device)
+    loaded = batch(device, training.config.batch_size)
     chosen = training.sample(loaded, 0)
     return list(zip(*training.gather(loaded.views, chosen), strict=True))
 
@@ -101,9 +101,11 @@ def test_a_step_without_a_finite_gradient_changes_nothing():
 def test_bfloat16_trains_alike(device, compiled):
     """Without DALI: gradient of a step and losses of four near those in float32 on a CPU; a poisoned step skipped.
 
-    At a low learning rate: with four images to a batch norm, steps of the usual size part from each other soon.
+    At a low learning rate and with 16 images to a batch norm, because each device rounds in its own way: where results
+    of all layers were rounded at random, both ways, losses came out up to 1 % off and the cosine was at least 0.985 (80
+    times); with 4 images it was up to 23 %, and 0.77.
     """
-    exact = dataclasses.replace(CONFIG, lr=1e-5)
+    exact = dataclasses.replace(CONFIG, lr=1e-5, batch_size=16, head_hidden=32, head_out=16)
     half, losses, gradients = dataclasses.replace(exact, precision="bfloat16"), [], []
     for config, place in ((exact, CPU), (half, torch.device(device))):
         training = Training(config, place, compiled=compiled and place != CPU)
