@@ -113,7 +113,7 @@ class Loader:
         )
         for plan, views in decoded:
             arrays = plan.drawn.boxes, plan.drawn.flips, plan.sample, self.index.labels[plan.sample]
-            yield Batch(views, *(_to(array, self.device) for array in arrays))
+            yield Batch(views, *(on_device(array, self.device) for array in arrays))
 
     def samples(self, number: int) -> np.ndarray:
         """The samples of batch ``number`` on this rank, int64 [B], as far as the bad files are known."""
@@ -181,7 +181,7 @@ def evaluation_batches(
     decoded = _decoded(index, plan, numbers, (graph.View(),), settings, device, bad.update, record)
     for planned, (images,) in decoded:
         waiting.pause(0)
-        yield images, _to(planned.sample, device), _to(index.labels[planned.sample], device)
+        yield images, on_device(planned.sample, device), on_device(index.labels[planned.sample], device)
     if device.type == "cuda":  # DALI keeps what it has had; training has the rest
         from nvidia.dali import backend
 
@@ -335,7 +335,7 @@ def _others(index, sample):
     return {same[(start + k * len(same) // _OTHERS) % len(same)].item() for k in range(1, _OTHERS)} - {sample}
 
 
-def _to(array, device):
+def on_device(array, device):
     """A numpy array as a tensor on the device; the copy to a GPU overlaps with what runs there."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

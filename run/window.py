@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels.philox import Purpose, philox, stream_key
 from pipeline import Batch
+from pipeline.loader import on_device
 
 from .training import Training
 
@@ -53,7 +54,7 @@ class Window:
             how = {"batches": self.count, "places": places}
             source = dealt(self.training.config.seed, self.epoch, self.number, group, **how)[place]
         rows = ((source * groups + group) * views + np.arange(views)[:, None]) * images + np.arange(images)  # [2,B]
-        rows = torch.from_numpy(rows.flatten()).to(self.training.device)
+        rows = on_device(rows.flatten(), self.training.device)
         for whole, part in zip(self.filled, self.given, strict=True):
             torch.index_select(whole.flatten(0, 3), 0, rows, out=part.flatten(0, 1))
         return self.given[0], self.given[1]

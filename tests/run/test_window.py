@@ -81,3 +81,15 @@ def test_any_batch_is_as_likely_at_any_place():
         for place in range(4):
             counts[place] += np.bincount(source[place], minlength=4)
     assert abs(counts / 6400 - 0.25).max() < 5 * (0.25 * 0.75 / 6400) ** 0.5
+
+
+def test_no_step_of_a_window_waits_for_a_gpu(monkeypatch):
+    """A plain copy to it would, until all that is queued there is done. (None is needed: copies are noted only.)"""
+    copied = []
+    monkeypatch.setattr(Training, "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: copied.append("pinned") or self)
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda self, device, non_blocking=False: copied.append((device.type, non_blocking)) or self
+    )
+    made = steps(2, redeal=True)
+    assert copied == len(made) * ["pinned", ("cuda", True)]
