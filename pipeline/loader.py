@@ -283,7 +283,8 @@ def _parts(index, reader, plan, numbers, most):
 
 
 def _probe(index, reader, sample, device_id, outage):
-    """{sample: reason} of the images that do not decode or are not there; those that cannot be read are waited for."""
+    """{sample: reason} of the images that do not decode or are not there; those that cannot be read are waited for.
+    MemoryError where there is not enough memory to decode one."""
 
     def image(s):
         read = functools.partial(reader.read, s) if reader else functools.partial(graph.read, index.file(s))
@@ -303,6 +304,8 @@ def _probe(index, reader, sample, device_id, outage):
                         looks, todo = 0, [*unclear, *todo[place:]]
                         break
                     unclear[s] = result.strerror
+                elif result and memory.lacking(result):  # which is not the file's fault
+                    raise MemoryError(f"{printable(index.paths[s])} {result}")
                 elif result:
                     bad[s] = result
             else:

@@ -38,6 +38,11 @@ def free(device: torch.device) -> int:
     return min(found)
 
 
+def lacking(said: str) -> bool:
+    """Whether an error says, in torch's words or in DALI's, that there was not enough memory, of a GPU or other."""
+    return any(words in said.lower() for words in ("out of memory", "can't allocate", "allocation failed", "bad_alloc"))
+
+
 def _left_by_groups():
     """Bytes that each of the control groups around this process leaves it."""
     for line in (_ROOT / "proc/self/cgroup").read_text().splitlines():

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import distributed
 
-from pipeline import TooManyBadFiles
+from pipeline import TooManyBadFiles, memory
 
 from . import quiet
 from .progress import TooManySkipped
@@ -38,9 +38,8 @@ def opening(program: str) -> Iterator[None]:
 
 def out_of_memory(error: Exception) -> bool:
     """Whether that is what an error says; torch has a class for a GPU's memory, and none for that of a CPU."""
-    said = "out of memory", "can't allocate memory", "allocation failed", "bad_alloc"
     known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-    return known or (isinstance(error, RuntimeError) and any(words in str(error).lower() for words in said))
+    return known or (isinstance(error, RuntimeError) and memory.lacking(str(error)))
 
 
 def _printed() -> bool:

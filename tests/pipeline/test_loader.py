@@ -140,6 +140,19 @@ def test_a_batch_of_many_pixels_is_decoded_in_parts_and_is_the_same(root, monkey
         next(cut.batches(0, 1))
 
 
+@pytest.mark.parametrize("said", ["std::bad_alloc", "CUDA allocation failed", "Can't allocate 9 bytes on device 0."])
+def test_no_image_is_bad_for_want_of_memory(root, monkeypatch, said):
+    """In the words of DALI 2.4 (core/cuda_error.h) and of C++."""
+    load = loader(Index.scan(root))
+    sample = load.samples(0)[3]
+    file = Path(load.index.file(sample))
+    file.write_bytes(file.read_bytes()[:-2])
+    monkeypatch.setattr(graph, "_cause", lambda error: said)
+    with pytest.raises(MemoryError, match=rf"{load.index.paths[sample]} does not decode \({said}\)"):
+        next(load.batches(0, 1))
+    assert not load.bad
+
+
 @pytest.mark.parametrize("most, ahead", [(10**9, {10}), (30_000, {1, 2, 3})], ids=["enough memory", "little memory"])
 def test_what_is_slow_to_read_is_begun_beforehand(root, monkeypatch, most, ahead):
     """So much that forty requests are under way while a batch of four is waited for, if there is the memory."""

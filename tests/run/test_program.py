@@ -18,6 +18,7 @@ ENDS = [
     (MemoryError(), "a.py: out of memory (); a smaller --batch-size"),
     (torch.OutOfMemoryError("CUDA out of memory. Tried\nx"), "a.py: out of memory (CUDA out of memory. Tried); a sm"),
     (RuntimeError("[enforce] DefaultCPUAllocator: can't allocate memory: you"), "a.py: out of memory ([enforce]"),
+    (RuntimeError("batch 7 fails: Can't allocate 9 bytes on device 0."), "a.py: out of memory (batch 7 fails: Can't"),
     (OSError(errno.ENOENT, "None there"), "a.py: [Errno 2] None there; what was saved before is intact"),
     (RuntimeError("[/gloo/pair.cc] Closed [::1] x\ny"), "a.py: most likely another rank has ended (Closed [::1] x); "),
 ]
