@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
@@ -99,8 +100,9 @@ class Training:
         sharded = config.fsdp and ranks > 1
         if sharded:
             self.form = copy.deepcopy(encoder).to("meta")  # an encoder of which all ranks have all
+            mesh = init_device_mesh(device.type, (ranks,))  # the default is of GPUs wherever there are any
             for network in filter(None, (self.network, self.key_network)):
-                _shard(network, compiled=compiled, half=self.half, in_pieces=config.accumulate > 1)
+                _shard(network, mesh, compiled=compiled, half=self.half, in_pieces=config.accumulate > 1)
         units = clip_units(self.network)
         self.flat = FlatParameters([[self.network.get_parameter(name) for name in unit] for unit in units])
         self.key_flat = None
@@ -307,11 +309,11 @@ def product_rate(device: torch.device, *, half: bool) -> float:
     return 2 * side**3 / min(seconds)
 
 
-def _shard(network: KeyNetwork, *, compiled: bool, half: bool, in_pieces: bool) -> None:
+def _shard(network: KeyNetwork, mesh: DeviceMesh, *, compiled: bool, half: bool, in_pieces: bool) -> None:
     """FSDP2: each rank keeps its part of every parameter, and the blocks are put together when they are needed.
     ``in_pieces``: what is called are ``features`` and ``heads``, not the network."""
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    how = {"mp_policy": precision} if half else {}
+    how = {"mesh": mesh} | ({"mp_policy": precision} if half else {})
     for block in network.encoder.blocks:
         if compiled:
             block.compile(dynamic=False)
