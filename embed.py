@@ -32,8 +32,8 @@ class EmbedConfig:
     """Whose features: a run, a folder in timm's hub layout (as its encoder/), or a checkpoint with the keys of timm
     (and --model)."""
     data: Path | None = None
-    """Images: a folder (in class folders or flat), a list of paths, tar shards, or Parquet files. They need no
-    labels."""
+    """Images: a folder (in class folders or flat), a list of paths, tar shards, Parquet files, or s3://BUCKET/FOLDER.
+    They need no labels."""
     output: Path = Path("features.npy")
     """File to write: .npy, float32 of a row an image, beside a .jsonl with the path and class of each row; or
     .parquet, with columns path, class and features."""

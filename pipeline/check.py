@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     how = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("pipeline.check", description=about, epilog=more, formatter_class=how)
     parser.add_argument(
-        "data", type=_path, help="a folder of images, a list of paths and labels, tar shards or Parquet files"
+        "data", type=_path, help="images: a folder, a list of paths and labels, tar shards, Parquet files, a bucket"
     )
     parser.add_argument("--output", type=_path, metavar="RUN", help="output folder of the run that is to know of it")
     parser.add_argument("--index-cache", type=_path, metavar="FOLDER", help="as of train.py")

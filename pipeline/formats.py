@@ -103,11 +103,14 @@ class Bytes:
             size = min(max(count, self._window), self.length - offset)
             if size < count:
                 raise ValueError(_DAMAGED)
-            self._held = os.pread(self._descriptor, size, self._start + offset)
+            self._held = self._read(offset, size)
             self._at, begin = offset, 0
             if len(self._held) < count:
                 raise ValueError(_DAMAGED)
         return begin
+
+    def _read(self, offset, count):
+        return os.pread(self._descriptor, count, self._start + offset)
 
 
 class Held:

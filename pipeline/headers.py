@@ -1,9 +1,10 @@
 """What a file holds: the size of an image, or the samples of a tar and theirs; nothing but headers is read for it.
 
-This file is also the program of the processes that share the work, and therefore imports nothing of the package but two
-neighbours, which import nothing.
+This file is also the program of the processes that share the work, and therefore imports nothing of the package but
+three neighbours, which import nothing of it.
 """
 
+import concurrent.futures
 import errno
 import itertools
 import json
@@ -15,10 +16,11 @@ import sys
 import tarfile
 
 if __package__:
-    from pipeline import formats
+    from pipeline import formats, objects
     from pipeline.latency import concurrently
 else:
     import formats
+    import objects
     from latency import concurrently
 
 # Why a file cannot be read although nothing may be wrong with it: what network file systems say of their servers, and
@@ -45,28 +47,46 @@ _SOME, _FAR = 8, 16_384
 _MAX_LABEL = 1 << 20  # bytes of a .cls or .json
 _AT_ONCE = 64  # files, after which it is seen whether threads pay
 _PASSING = {os.strerror(number) for number in MAY_PASS}
+_NOT_HAD = "not to be had"  # of an object
+_REFUSED = {os.strerror(errno.EACCES), os.strerror(errno.EPERM), _NOT_HAD}
+_WHOLE = "/", objects.SCHEME  # what a path begins with that is not relative
+_OBJECTS = 256  # requests at a time
+_FIRST = 16_384  # bytes of an object that are asked for at first: EXIF has a picture of some 10,000
 
 
 def read_headers(root, paths):
     """For each image file [height, width] or why it is rejected; for each tar its rows, see ``_read_shard``."""
     root = os.path.join(root, "")
+    if any(path.startswith(objects.SCHEME) for path in paths):
+        with concurrent.futures.ThreadPoolExecutor(_OBJECTS) as pool:
+            return list(pool.map(lambda path: _read_file(path if path.startswith(_WHOLE) else root + path), paths))
 
     def read(first):
         part = paths[first : first + _AT_ONCE]
-        return [_read_file(path if path.startswith("/") else root + path) for path in part]
+        return [_read_file(path if path.startswith(_WHOLE) else root + path) for path in part]
 
     return list(itertools.chain.from_iterable(concurrently(read, range(0, len(paths), _AT_ONCE))))
 
 
 def unread(result):
     """Why a file whose result this is could not be read although nothing may be wrong with it, or None."""
+    return next((reason for reason in _reasons(result) if reason.split(": ")[0] in _PASSING), None)
+
+
+def refused(result):
+    """Whether a file whose result this is may be read at another time although nothing changes about it."""
+    return any(reason.split(": ")[0] in _REFUSED for reason in _reasons(result))
+
+
+def _reasons(result):
     if result and isinstance(result[0], int):  # as nearly all
-        return None
-    reasons = [result] if isinstance(result, str) else [row[2] for row in result]
-    return next((reason for reason in reasons if isinstance(reason, str) and reason in _PASSING), None)
+        return []
+    return [result] if isinstance(result, str) else [row[2] for row in result if isinstance(row[2], str)]
 
 
 def _read_file(path):
+    if path.startswith(objects.SCHEME):
+        return _read_object(path)
     if path.lower().endswith(".tar"):
         return _read_shard(path)
     try:
@@ -77,6 +97,29 @@ def _read_file(path):
         return header(descriptor, 0, os.fstat(descriptor).st_size)
     finally:
         os.close(descriptor)
+
+
+def _read_object(uri):
+    try:
+        return checked(*upright(_Object(uri)))
+    except ValueError as error:
+        return str(error)
+    except OSError as error:
+        kind = os.strerror(error.errno) if error.errno in MAY_PASS else _NOT_HAD
+        return f"{kind}: {error.strerror}"
+
+
+class _Object(formats.Bytes):
+    """An object, whose length comes with its first bytes."""
+
+    def __init__(self, uri):
+        self._uri = uri
+        first, length = objects.begin(uri, _FIRST)
+        super().__init__(None, 0, length)
+        self._held = first
+
+    def _read(self, offset, count):
+        return objects.get(self._uri, offset, count).tobytes()
 
 
 def header(descriptor, start, length, **how):

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from pipeline import cache as caches
-from pipeline import objects, sources, waiting
+from pipeline import headers, objects, sources, waiting
 from pipeline.headers import counted, printable
 from pipeline.paths import Paths, expanded, matched
 from pipeline.readers import ObjectReader, Reader, ShardReader
@@ -59,7 +59,9 @@ class Index:
 
     def file(self, i: int) -> str:
         """Absolute path of image i, or its URI; in a shard, where nothing can open it, no more than a name."""
-        path = self.paths[i]
+        return self._whole(self.paths[i])
+
+    def _whole(self, path):
         return path if path.startswith((objects.SCHEME, "/")) else f"{self.root}/{path}"  # a join takes 1.4 us more
 
     def place(self, i: int) -> tuple[str, int, int]:
@@ -88,7 +90,7 @@ class Index:
     def left_out(self, bad: dict[int, str]) -> dict[str, str]:
         """{file: reason} of all that an evaluation by classes leaves out where the samples ``bad``, {sample: reason},
         cannot be used."""
-        named = {f"{self.root}/{path}": reason for path, reason in self.rejected.items()}
+        named = {self._whole(path): reason for path, reason in self.rejected.items()}
         named |= {self.file(i): reason for i, reason in self.unlabelled().items()}
         return named | {self.file(i): reason for i, reason in bad.items()}
 
@@ -207,7 +209,8 @@ class Index:
         - a folder of tar shards, one .tar, or a pattern such as ``shard-{000..123}.tar``: see ``shards.Shards``;
         - the same of Parquet files, which are unpacked into ``cache`` (default: the user's), and behind a # the column
           of their labels, where it is not clear: see ``parquet``;
-        - a list (.txt .tsv .lst .list), one path and label a line: see ``sources.TextList``.
+        - a list (.txt .tsv .lst .list), one path and label a line: see ``sources.TextList``;
+        - ``s3://BUCKET/FOLDER``, objects as the files of a folder.
 
         ``cache`` names a folder that keeps the result until a name, size or time of change below root differs (of a
         list: its text too), which is looked at each time unless it is to be trusted; and what is known while the scan
@@ -228,10 +231,10 @@ class Index:
             index = _build(source, None, progress)
         else:
             signature = _signature(source)
-            index = cls.kept(known.file(signature), source.root)
+            index = _kept(known.file(signature), source.root)
             if index is None:
                 with known.scanning() as results:
-                    index = cls.kept(known.file(signature), source.root)  # another process may have scanned meanwhile
+                    index = _kept(known.file(signature), source.root)  # another process may have scanned meanwhile
                     if index is None:
                         index = _build(source, results, progress)
                         if len(index):
@@ -242,10 +245,17 @@ class Index:
             listed = ""
             for path, reason in list(index.rejected.items())[:1]:
                 listed = f" ({counted(len(index.rejected), 'file')} rejected, first: {printable(path)}: {reason})"
-            kinds = "flat or in class folders, in tar shards, Parquet files or a list"
+            kinds = "flat or in class folders, in tar shards, Parquet files, a list or a bucket"
             expected = f"expected JPEG, PNG, BMP, WebP or TIFF files, {kinds}"
-            raise ValueError(f"no usable image in {root.absolute()}{listed}; {expected}")
+            raise ValueError(f"no usable image in {root.absolute() if root.exists() else root}{listed}; {expected}")
         return index
+
+
+def _kept(path, root):
+    """The index that was kept, unless a file can be read now that could not then."""
+    index = Index.kept(path, root)
+    then = [path for path, reason in index.rejected.items() if headers.refused(reason)] if index else []
+    return index if not then or all(map(headers.refused, headers.read_headers(root, then))) else None
 
 
 def _opened(path, root):

@@ -10,7 +10,8 @@ import threading
 import numpy as np
 
 SCHEME = "s3://"
-WAIT = 30  # seconds for an answer, all of it, and for trying again what failed
+WAIT = 30  # seconds until something comes, and for trying again what failed
+_LONGEST = 300  # seconds until an object has come whole: 100 MB from a slow store
 _CONNECT, RETRIES = 5, 3  # seconds until there is a connection; attempts after the first
 _FRESH = datetime.timedelta(minutes=10)  # after which boto3 is asked again for credentials, which it renews when due
 # What errors of obstore say: a status, and of the answer of S3 a code and a message; or what went wrong on the way, of
@@ -45,21 +46,67 @@ def parsed(uri: str) -> tuple[str, str]:
 
 
 def get(uri: str, offset: int = 0, length: int = -1) -> np.ndarray:
-    """So many bytes of an object from ``offset`` on, or all: uint8 [bytes], by one request.
+    """So many bytes of an object from ``offset`` on, or all: uint8 [bytes]; one request; OSError as by ``_asked``."""
+    whole = not offset and length < 0
 
-    OSError if it cannot be had: ENOENT where the store says that it is not there; EREMOTE, see ``graph.UNCLEAR``, where
+    def request(store, key):
+        return store.get(key).bytes() if whole else store.get_range(key, start=offset, length=length)
+
+    return np.frombuffer(_asked(request, *parsed(uri)), np.uint8)
+
+
+def begin(uri: str, length: int) -> tuple[bytes, int]:
+    """The first bytes of an object, at most so many, and how many it has, by one request; OSError as by ``_asked``."""
+
+    def request(store, key):
+        answer = store.get(key, options={"range": (0, length)})
+        return bytes(answer.bytes()), answer.meta["size"]
+
+    try:
+        return _asked(request, *parsed(uri))
+    except OSError as error:
+        if error.strerror.startswith("416"):  # an empty object has no first byte
+            return b"", 0
+        raise
+
+
+def listed(uri: str) -> list[tuple[str, int, int]]:
+    """Key, bytes and time of change in ns of all objects of a bucket, or of those below s3://BUCKET/FOLDER, a request
+    for each thousand of them; OSError as by ``_asked``."""
+
+    def request(store, folder):
+        pages = store.list(folder.strip("/") or None, chunk_size=1000)
+        return [
+            (one["path"], one["size"], int(one["last_modified"].timestamp() * 1e3) * 10**6)
+            for page in pages
+            for one in page
+        ]
+
+    bucket, _, folder = uri.removeprefix(SCHEME).partition("/")
+    try:
+        return _asked(request, bucket, folder)
+    except OSError as error:
+        if "invalid path" in error.strerror:
+            raise ValueError(
+                f"{uri}: {error.strerror}; expected keys without such parts, or a list of images"
+            ) from None
+        error.filename = uri
+        raise
+
+
+def _asked(request, bucket, key):
+    """What a request for a key gives.
+
+    OSError if it cannot be had: ENOENT where the store says that it is not there; EACCES, see ``graph.UNCLEAR``, where
     it says that of the bucket, or forbids it, as it also does of what is not there to who may not list the bucket;
     EREMOTEIO for all that may pass.
     """
-    bucket, key = parsed(uri)
     with _lock:
         store = _store(bucket)
     try:
-        whole = not offset and length < 0
-        content = store.get(key).bytes() if whole else store.get_range(key, start=offset, length=length)
+        return request(store, key)
     except (FileNotFoundError, _client().exceptions.BaseError) as error:
         raise _said(error) from None
-    return np.frombuffer(content, np.uint8)
 
 
 @functools.cache
@@ -92,7 +139,7 @@ def _credentials():
 
 @functools.cache
 def _store(bucket):
-    seconds = {"timeout": WAIT, "connect_timeout": _CONNECT}
+    seconds = {"read_timeout": WAIT, "timeout": _LONGEST, "connect_timeout": _CONNECT}
     options = {name: datetime.timedelta(seconds=value) for name, value in seconds.items()}
     again = {"max_retries": RETRIES, "retry_timeout": datetime.timedelta(seconds=WAIT)}
     who = {"credential_provider": _credentials()} if _credentials() else {"skip_signature": True}
@@ -105,10 +152,9 @@ def _said(error):
     status, code, message = (found[1] if (found := pattern.search(text)) else "" for pattern in _ANSWER)
     if code == "NoSuchKey":
         return OSError(errno.ENOENT, "no such object")
-    exceptions = _client().exceptions
-    unclear = FileNotFoundError, exceptions.PermissionDeniedError, exceptions.UnauthenticatedError
+    refused = status[:3] in ("401", "403", "404") or _FROM in text
     if status:
         said = ": ".join(filter(None, (status, code, message)))
     else:
         said = next((way for mark, way in _WAYS.items() if mark in text), text.splitlines()[0].rpartition(_FROM)[2])
-    return OSError(errno.EREMOTE if isinstance(error, unclear) else errno.EREMOTEIO, said)
+    return OSError(errno.EACCES if refused else errno.EREMOTEIO, said)

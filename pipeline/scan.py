@@ -61,7 +61,7 @@ def read(
                 for i, result in zip(again, fresh, strict=True):
                     found[i] = result
             outage.over()
-            if key:
+            if key and not any(map(headers.refused, found)):
                 kept.put(key, found)
             yield from found
             if progress:

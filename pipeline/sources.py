@@ -1,4 +1,4 @@
-"""What an index is made from: a folder of images, a text list, tar shards, or Parquet files.
+"""What an index is made from: a folder of images, a text list, tar shards, Parquet files, or a bucket.
 
 A source has a ``root``, which its paths are relative to; a ``state()``, pieces of bytes that differ whenever its images
 may; the order of its classes as a sort key; and ``rows(read)``, which yields for every image, good or bad, its path,
@@ -22,7 +22,7 @@ from pipeline import objects
 from pipeline.headers import UNPACK, checked, counted, named_as_image, printable
 from pipeline.paths import Paths
 from pipeline.shards import Shards, Unpacked, natural, stated
-from pipeline.walk import statuses, walk
+from pipeline.walk import Found, statuses, walk
 
 _LISTS = (".txt", ".tsv", ".lst", ".list")
 _PACKED = re.compile(r".*\.(tar\.\w+|tgz|tbz2?|txz|tzst)", re.IGNORECASE | re.DOTALL)
@@ -32,10 +32,12 @@ _KINDS = ".tar", ".parquet"
 # In a name: the part of a data set that a file belongs to.
 _SPLIT = re.compile(r"(?<![^/._-])(train|validation|valid|val|dev|test)(?![^/._-])", re.IGNORECASE)
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
-_WANTED = "expected a folder of images, or of class folders with images, or tar shards, Parquet files, or a list"
+_WANTED = (
+    "expected a folder of images, or of class folders with images, or tar shards, Parquet files, a list, or a bucket"
+)
 _SCHEME = re.compile("([a-zA-Z][a-zA-Z0-9+.-]+):/+")  # a Path has lost one slash
 _HUB = "hf download --repo-type dataset {} --local-dir FOLDER"
-_REMOTE_TAR = "tar shards are not read from S3; expected the shards on a local disk, or a list of single images on S3"
+_REMOTE = "expected them on a local disk, or images that are objects of their own"
 _LATER = -1  # in the place of a time: of a file that was not asked yet
 
 
@@ -57,6 +59,8 @@ def _find(root, unpacked):
     name = root.name.lower()
     if not root.exists():
         if scheme := _SCHEME.match(given):
+            if scheme[1] == "s3":
+                return _bucket(root, objects.SCHEME + given[scheme.end() :])
             raise ValueError(_remote(scheme[1].lower(), given[scheme.end() :]))
         if _RANGE.search(given) or "*" in given:
             where, names = _pattern(str(root))
@@ -80,13 +84,6 @@ def _find(root, unpacked):
 def _remote(scheme, place):
     """What to say of data that lie elsewhere."""
     uri = printable(f"{scheme}://{place}")
-    if scheme == "s3" and place.lower().endswith(".tar"):
-        return f"{uri}: {_REMOTE_TAR}"
-    if scheme == "s3":
-        return (
-            f"{uri}: nothing here can list or open a bucket; expected local data (aws s3 cp --recursive {uri} FOLDER), "
-            "or a list whose lines are uri<TAB>label<TAB>height<TAB>width"
-        )
     hub = re.fullmatch(r"(?:huggingface\.co/)?datasets/([\w.-]+/[\w.-]+)(?:@.*|/.*)?", place)
     if scheme == "hf" or hub:
         how = f": {_HUB.format(hub[1] if hub else 'OWNER/NAME')} fetches it"
@@ -126,6 +123,39 @@ class Folder:
 
     def _label(self, path):
         return path.split("/", 1)[0] if "/" in path else None
+
+
+class Bucket(Folder):
+    """Likewise objects of a bucket, or those below a folder of one. They have their URIs as paths, which begin with
+    ``prefix``."""
+
+    def __init__(self, root, found, prefix):
+        super().__init__(root, found)
+        self.prefix = prefix
+
+    def _label(self, path):
+        return super()._label(path.removeprefix(self.prefix))
+
+
+def _bucket(root, uri):
+    objects.ready()
+    kind = _kind(uri) if _kind(uri) in _KINDS else os.path.splitext(uri)[1] if uri.endswith(_LISTS) else None
+    there = sorted(objects.listed(uri)) if kind is None else []
+    tars = [key for key, *_ in there if _kind(key) in _KINDS]
+    if kind or tars:
+        kind = kind or _kind(tars[0])
+        raise ValueError(f"{printable(uri)}: {kind} files are not read from S3; {_REMOTE}")
+    bucket = "/".join(uri.split("/")[:3]) + "/"
+    if not there:
+        raise ValueError(
+            f"{printable(uri)}: nothing is there; expected s3://BUCKET, or s3://BUCKET/FOLDER, with images"
+        )
+    visible = [
+        one for one in there if (one[1] or named_as_image(one[0])) and not re.search(r"(^|/)\.", one[0])
+    ]  # what is empty may stand for a folder
+    names = "".join(f"{bucket}{key}\0" for key, *_ in visible).encode("utf-8", "surrogateescape")
+    stamps = np.array([stamp for _, *stamp in visible], np.int64).reshape(-1, 2)
+    return Bucket(root, Found(names, stamps, {}), uri.rstrip("/") + "/")
 
 
 def _folder(root, unpacked):
@@ -172,8 +202,9 @@ class TextList:
 
     A label may follow: the text after the last tab or, in a line without one, after the last space, unless only with
     that text the line is named as an image (``my photo.jpg``). Blank lines are passed over, and those that start with #
-    unless a file is called so. Of an ``s3://`` URI the line is uri<TAB>label<TAB>height<TAB>width: an object is not
-    asked for before it is trained on. Tested with a stand-in on this machine, not with a bucket.
+    unless a file is called so. A path may be the ``s3://`` URI of an object; in uri<TAB>label<TAB>height<TAB>width its
+    size is taken as it is said, and the object not asked for. What changes in the store and not in the list is not
+    noticed. Tested with a stand-in on this machine, not with a bucket.
     """
 
     order = staticmethod(natural)
@@ -216,29 +247,34 @@ class TextList:
         if "\0" in line:
             raise ValueError("a NUL character; expected text in UTF-8")
         path, *columns = (column.strip() for column in line.split("\t"))
-        if "://" in path and re.match("[a-zA-Z][a-zA-Z0-9+.-]*://", path):
-            if not path.startswith("s3://"):
-                raise ValueError(f"got {printable(path)}; expected a path, or an s3:// URI")
+        remote = "://" in path and re.match("[a-zA-Z][a-zA-Z0-9+.-]*://", path)
+        if remote and not path.startswith(objects.SCHEME):
+            raise ValueError(f"got {printable(path)}; expected a path, or an s3:// URI")
+        if remote and path.lower().endswith(".tar"):
+            raise ValueError(f"{printable(path)}: .tar files are not read from S3; {_REMOTE}")
+        if remote and len(columns) > 1:
             if len(columns) != 3 or not all(re.fullmatch("[0-9]{1,9}", side) for side in columns[1:]):
                 raise ValueError(
-                    f"got {printable(line)!r}; expected uri<TAB>label<TAB>height<TAB>width, because nothing here can "
-                    "read the header of an s3 file"
+                    f"got {printable(line)!r}; expected uri, uri<TAB>label or uri<TAB>label<TAB>height<TAB>width"
                 )
-            if path.lower().endswith(".tar"):
-                raise ValueError(f"{printable(path)}: {_REMOTE_TAR}")
-            objects.parsed(path)
             size = checked(int(columns[1]), int(columns[2]))
             if isinstance(size, str):
                 raise ValueError(size)
+            objects.parsed(path)
             return [path, columns[0] or None, size, None]
         path, _, label = line.rpartition("\t") if columns else line.strip().rpartition(" ")
         if not columns and named_as_image(label) and not named_as_image(path.strip()):
             path, label = line, ""
+        if remote and not path:
+            path, label = label, ""
         path, label = path.strip(), label.strip()
         if not path:
             raise ValueError(f"no path before the label {printable(label)!r}; expected path<TAB>label")
         if path.lower().endswith(".tar"):
             raise ValueError(f"{printable(path)} is a tar; expected images (tars come as folder, file or pattern)")
+        if remote:
+            objects.parsed(path)
+            return [path, label or None, 0, 0]
         return [path, label or None, None, _LATER]
 
     def rows(self, read):

@@ -82,8 +82,8 @@ class ImagesConfig(RunConfig):
     """What pretraining and fine-tuning, which read images by DALI, have in common beside that."""
 
     data: Path | None = None
-    """Training images: a folder (one subfolder a class, or flat), a list of paths and labels, tar shards, or Parquet
-    files. Default: a generated dataset."""
+    """Training images: a folder (one subfolder a class, or flat), a list of paths and labels, tar shards, Parquet
+    files, or s3://BUCKET/FOLDER. Default: a generated dataset."""
     eval_data: Path | None = None
     """Labelled images with the same classes, to measure accuracy on."""
     index_cache: Path | None = None

@@ -1,6 +1,7 @@
 """What several test files share: images on disk, ranks in processes of their own, and the GPU marker."""
 
 import contextlib
+import html
 import json
 import os
 import socket
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import urllib.parse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -74,16 +76,20 @@ class Bucket:
             def do_GET(self):
                 bucket.asked.append((self.command, self.path))
                 content = bucket.files.get(self.path)
+                if "list-type=2" in self.path:
+                    content = bucket.listing(urllib.parse.parse_qs(urllib.parse.urlsplit(self.path).query))
                 how = bucket.answers.get(self.path, bucket.answers.get("GET", 200)) if content is not None else 404
                 if how == "nothing":
                     return
                 body, first, ranged = content or b"", 0, self.headers.get("Range")
                 if how in names:
                     body = f"<Error><Code>{names[how]}</Code><Message>text</Message></Error>".encode()
+                elif ranged and not body:
+                    how, ranged = 416, None
                 elif ranged:
                     first, last = ranged.removeprefix("bytes=").split("-")
                     first, body = int(first), body[int(first) : int(last) + 1]
-                self.send_response(how if how in names else 206 if ranged else 200)
+                self.send_response(how if how in names or how == 416 else 206 if ranged else 200)
                 self.send_header("Content-Type", "application/xml" if how in names else "image/jpeg")
                 self.send_header("Content-Length", str(len(body)))
                 self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
@@ -100,6 +106,19 @@ class Bucket:
 
         self.handler = Handler
         self.start()
+
+    def listing(self, query):
+        """A page of two of what there is in bucket b."""
+        prefix, start = query.get("prefix", [""])[0], int(query.get("continuation-token", ["0"])[0])
+        keys = sorted(urllib.parse.unquote(path).removeprefix("/b/") for path in self.files)
+        keys = [key for key in keys if key.startswith(prefix)]
+        found = "".join(
+            f"<Contents><Key>{html.escape(key)}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
+            f"<Size>{len(self.files['/b/' + urllib.parse.quote(key)])}</Size></Contents>"
+            for key in keys[start : start + 2]
+        )
+        more = f"<NextContinuationToken>{start + 2}</NextContinuationToken>" if start + 2 < len(keys) else ""
+        return f"<ListBucketResult>{found}{more}</ListBucketResult>".encode()
 
     def start(self):
         self.server = ThreadingHTTPServer(("127.0.0.1", self.port), self.handler)

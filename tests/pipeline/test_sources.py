@@ -98,11 +98,21 @@ BAD_LINES = [
     ("a\0b.jpg", "line 2: a NUL character; expected text in UTF-8"),
     ("shard.tar dog", r"line 2: shard.tar is a tar; expected images"),
     ("gs://bucket/a.jpg", r"line 2: got gs://bucket/a.jpg; expected a path, or an s3:// URI"),
-    ("s3://bucket/a.jpg dog", r"line 2: got 's3:.*'; expected uri<TAB>label<TAB>height<TAB>width, because nothing"),
-    ("s3://bucket/a.jpg\tdog\t30", r"line 2: got 's3:.*; expected uri<TAB>label<TAB>height<TAB>width"),
-    ("s3://bucket/a.jpg\tdog\t30\tmany", r"line 2: got 's3:.*; expected uri<TAB>label<TAB>height<TAB>width"),
-    ("s3://bucket/a.jpg\tdog\tmany\t30", r"line 2: got 's3:.*; expected uri<TAB>label<TAB>height<TAB>width"),
-    ("s3://bucket/a.tar\tdog\t5\t7", r"line 2: s3:.*/a.tar: tar shards are not read from S3; expected the shards on"),
+    (
+        "s3://bucket/a.jpg\tdog\t30",
+        r"line 2: got 's3:.*; expected uri, uri<TAB>label or uri<TAB>label<TAB>height<TAB>w",
+    ),
+    (
+        "s3://bucket/a.jpg\tdog\t30\tmany",
+        r"line 2: got 's3:.*; expected uri, uri<TAB>label or uri<TAB>label<TAB>height",
+    ),
+    (
+        "s3://bucket/a.jpg\tdog\tmany\t30",
+        r"line 2: got 's3:.*; expected uri, uri<TAB>label or uri<TAB>label<TAB>height",
+    ),
+    ("s3://bucket/a.tar\tdog\t5\t7", r"line 2: s3:.*/a.tar: .tar files are not read from S3; expected them on a local"),
+    ("s3://bucket/a.tar", r"line 2: s3:.*/a.tar: .tar files are not read from S3; expected them on a local disk, or"),
+    ("s3://bucket/../a.jpg", r"line 2: got 's3:.*a.jpg'; expected s3://BUCKET/KEY, whose key has no empty, . or .."),
     ("s3://bucket/a.jpg\tdog\t0\t7", r"line 2: size 0x7: expected sides of 1"),
     (
         "s3://bucket//a.jpg\tdog\t5\t7",
@@ -119,37 +129,6 @@ def test_a_line_that_cannot_be_parsed_is_named(tmp_path, line, message):
     with pytest.raises(ValueError, match=message) as caught:
         Index.scan(tmp_path / "list.txt")
     assert str(caught.value).startswith(str(tmp_path / "list.txt")) and "\n" not in str(caught.value)
-
-
-def test_s3_uris_are_taken_with_their_sizes(tmp_path):
-    (tmp_path / "a.jpg").write_bytes(jpeg())
-    (tmp_path / "list.txt").write_text("s3://bucket/my key.jpg\tdog\t300\t400\na.jpg cat\ns3://bucket/b.jpg\t\t5\t6\n")
-    index = Index.scan(tmp_path / "list.txt")
-    assert labelled(index) == {"s3://bucket/my key.jpg": "dog", "a.jpg": "cat", "s3://bucket/b.jpg": None}
-    assert index.sizes.tolist() == [[300, 400], [40, 50], [5, 6]]
-    assert [index.file(i) for i in range(3)] == ["s3://bucket/my key.jpg", f"{tmp_path}/a.jpg", "s3://bucket/b.jpg"]
-
-
-def test_s3_uris_are_read_by_one_request_each(bucket, tmp_path):
-    """What is not there, or does not decode, is left out. A stand-in: nothing here has seen a bucket."""
-    bucket.files |= {"/b/a%20b/%23%C3%A9%25.jpg": jpeg(1), "/b/short.jpg": jpeg()[:200], "/b/c.jpg": jpeg(2)}
-    keys = ["a b/#é%.jpg", "gone.jpg", "short.jpg", "c.jpg"]
-    lines = [f"s3://b/{key}\tdog\t40\t50\n" for key in keys] + ["c.jpg cat\n", "s3://b/c.jpg\tdog\t50\t40"]
-    (tmp_path / "list.txt").write_text("".join(lines))
-    (tmp_path / "c.jpg").write_bytes(jpeg(2))
-    index = Index.scan(tmp_path / "list.txt")
-    load = loader(index, batch_size=2)
-    sample = torch.cat([batch.sample for batch in load.batches(0, 6)])
-    assert set(sample.tolist()) == {0, 3, 4}
-    assert load.bad == {
-        1: "no such object", 2: "damaged or truncated header",
-        5: "not the image that was indexed: 40x50 pixels; 50x40 in the index",  # the list says so
-    }  # fmt: skip
-    how = {"image_size": 24, "batch_size": 5, "device": torch.device("cpu"), "threads": 1}
-    bucket.asked.clear()
-    ((images, sample, _),) = evaluation_batches(index, np.array([0, 3, 4]), **how)
-    assert sample.tolist() == [0, 3, 4] and torch.equal(images[1], images[2]) and not torch.equal(images[0], images[1])
-    assert sorted(bucket.asked) == [("GET", "/b/a%20b/%23%C3%A9%25.jpg"), ("GET", "/b/c.jpg")]
 
 
 # ---- Shards: the index
@@ -335,8 +314,11 @@ def test_errors_are_one_clear_line(tmp_path):
 
 
 ELSEWHERE = [
-    ("s3://bucket/a-{0..9}.tar", "s3://bucket/a-{0..9}.tar: tar shards are not read from S3; expected the shards on a"),
-    ("s3://bucket/shards", "nothing here can list or open a bucket; expected local data (aws s3 cp --recursive s3://b"),
+    ("s3://bucket/a-{0..9}.tar", "s3://bucket/a-{0..9}.tar: .tar files are not read from S3; expected them on a local"),
+    (
+        "s3://bucket/list.txt",
+        "s3://bucket/list.txt: .txt files are not read from S3; expected them on a local disk, or",
+    ),
     ("https://host/a.tar", "https://host/a.tar: https:// is not read; expected a folder of images, or "),
     ("gs://bucket/images", "on a disk: gcloud storage cp -r gs://bucket/images FOLDER fetches it"),
     ("hf://datasets/owner/name", "on a disk: hf download --repo-type dataset owner/name --local-dir FOLDER fetches it"),

@@ -1,0 +1,144 @@
+"""Images in an object store: a stand-in on this machine; nothing here has seen a bucket."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from conftest import photo
+
+from pipeline import Augmentation, Index, Loader, evaluation_batches, waiting
+
+CPU = torch.device("cpu")
+HOW = {"image_size": 24, "seed": 7, "device": CPU, "threads": 1}
+
+
+def encoded(seed=0, height=40, width=50, **how):
+    file = io.BytesIO()
+    photo(seed, height, width).save(file, "JPEG", **how)
+    return file.getvalue()
+
+
+def labelled(index):
+    """{path: (class name, height, width)}"""
+    names = [index.classes[n] if n >= 0 else None for n in index.labels.tolist()]
+    return {p: (n, *size) for p, n, size in zip(index.paths, names, index.sizes.tolist(), strict=True)}
+
+
+def test_s3_uris_are_taken_with_their_sizes(tmp_path):
+    (tmp_path / "a.jpg").write_bytes(encoded())
+    (tmp_path / "list.txt").write_text("s3://bucket/my key.jpg\tdog\t300\t400\na.jpg cat\ns3://bucket/b.jpg\t\t5\t6\n")
+    index = Index.scan(tmp_path / "list.txt")
+    assert labelled(index) == {
+        "s3://bucket/my key.jpg": ("dog", 300, 400), "a.jpg": ("cat", 40, 50), "s3://bucket/b.jpg": (None, 5, 6),
+    }  # fmt: skip
+    assert [index.file(i) for i in range(3)] == ["s3://bucket/my key.jpg", f"{tmp_path}/a.jpg", "s3://bucket/b.jpg"]
+
+
+def test_s3_uris_are_read_by_one_request_each(bucket, tmp_path):
+    """What is not there, or does not decode, is left out."""
+    bucket.files |= {"/b/a%20b/%23%C3%A9%25.jpg": encoded(1), "/b/short.jpg": encoded()[:200], "/b/c.jpg": encoded(2)}
+    keys = ["a b/#é%.jpg", "gone.jpg", "short.jpg", "c.jpg"]
+    lines = [f"s3://b/{key}\tdog\t40\t50\n" for key in keys] + ["c.jpg cat\n", "s3://b/c.jpg\tdog\t50\t40"]
+    (tmp_path / "list.txt").write_text("".join(lines))
+    (tmp_path / "c.jpg").write_bytes(encoded(2))
+    index = Index.scan(tmp_path / "list.txt")
+    load = Loader(index, Augmentation(), batch_size=2, **HOW)
+    sample = torch.cat([batch.sample for batch in load.batches(0, 6)])
+    assert set(sample.tolist()) == {0, 3, 4}
+    assert load.bad == {
+        1: "no such object", 2: "damaged or truncated header",
+        5: "not the image that was indexed: 40x50 pixels; 50x40 in the index",  # the list says so
+    }  # fmt: skip
+    bucket.asked.clear()
+    ((images, sample, _),) = evaluation_batches(
+        index, np.array([0, 3, 4]), batch_size=5, image_size=24, device=CPU, threads=1
+    )
+    assert sample.tolist() == [0, 3, 4] and torch.equal(images[1], images[2]) and not torch.equal(images[0], images[1])
+    assert sorted(bucket.asked) == [("GET", "/b/a%20b/%23%C3%A9%25.jpg"), ("GET", "/b/c.jpg")]
+
+
+def test_sizes_that_no_line_has_are_read_by_one_request_each(bucket, tmp_path):
+    """Or two, where a colour profile stands before the size. What cannot be had is asked for at the next start."""
+    bucket.files |= {f"/b/{i}": encoded(i, 30 + i) for i in range(4)} | {"/b/a%20b.jpg": encoded(), "/b/0.jpg": b""}
+    bucket.files["/b/t"] = encoded(5, 90, 100, icc_profile=bytes(40_000))
+    bucket.answers = {"/b/2": 403}
+    lines = [
+        "s3://b/0",
+        "s3://b/1\tdog",
+        "s3://b/a b.jpg cat",
+        "s3://b/2",
+        "s3://b/3\t",
+        "s3://b/t",
+        "s3://b/0.jpg",
+        "s3://b/n",
+    ]
+    (tmp_path / "list.txt").write_text("\n".join(lines))
+    index = Index.scan(tmp_path / "list.txt", tmp_path / "cache")
+    found = {
+        "s3://b/0": (None, 30, 50), "s3://b/1": ("dog", 31, 50), "s3://b/a b.jpg": ("cat", 40, 50),
+        "s3://b/3": (None, 33, 50), "s3://b/t": (None, 90, 100),
+    }  # fmt: skip
+    assert labelled(index) == found and sorted(path for _, path in bucket.asked) == sorted(
+        ["/b/0", "/b/0.jpg", "/b/1", "/b/2", "/b/3", "/b/a%20b.jpg", "/b/n", "/b/t", "/b/t"]
+    )
+    gone = {"s3://b/0.jpg": "empty file", "s3://b/n": "not to be had: no such object"}
+    assert index.rejected == gone | {"s3://b/2": "not to be had: 403 Forbidden: AccessDenied: text"}
+    bucket.asked.clear()
+    assert Index.scan(tmp_path / "list.txt", tmp_path / "cache").fingerprint == index.fingerprint
+    assert sorted(bucket.asked) == [("GET", "/b/2"), ("GET", "/b/n")]
+    bucket.answers.clear()
+    index = Index.scan(tmp_path / "list.txt", tmp_path / "cache")
+    assert labelled(index) == found | {"s3://b/2": (None, 32, 50)} and index.rejected == gone
+
+
+@pytest.mark.parametrize("answer", [400, 503, "nothing", "part"])
+def test_a_scan_waits_for_a_store_that_fails(bucket, tmp_path, monkeypatch, capfd, answer):
+    bucket.files["/b/0.jpg"] = encoded()
+    bucket.answers["GET"] = answer
+    (tmp_path / "list.txt").write_text("s3://b/0.jpg\n")
+    for source in (tmp_path / "list.txt", "s3://b"):
+        bucket.answers["GET"] = answer
+        monkeypatch.setattr(waiting, "pause", lambda seconds: bucket.answers.clear())
+        assert len(Index.scan(source, tmp_path / "cache")) == 1
+        said = capfd.readouterr().err
+        assert (
+            f"{'s3://b' if source == 's3://b' else 's3://b/0.jpg'} cannot be read (" in said
+            and "can be read again" in said
+        )
+
+
+def test_a_bucket_is_a_folder(bucket, tmp_path):
+    """Of class folders, or part of one. It is listed at each start, and no more where nothing has changed."""
+    keys = {f"/b/data/{'xy'[i % 2]}/{i}%20%C3%A9.jpg": encoded(i, 30 + i) for i in range(5)}
+    bucket.files = keys | {
+        "/b/data/dir/": b"", "/b/data/.x/0.jpg": encoded(), "/b/data/text": b"text", "/b/data/x/bad.jpg": b"text",
+        "/b/data2/0.jpg": encoded(),
+    }  # fmt: skip
+    index = Index.scan("s3://b/data", tmp_path)
+    expected = {f"s3://b/data/{'xy'[i % 2]}/{i} é.jpg": ("xy"[i % 2], 30 + i, 50) for i in range(5)}
+    assert labelled(index) == expected and list(index.paths) == sorted(expected)
+    assert index.rejected == {"s3://b/data/x/bad.jpg": "not an image"}
+    bucket.asked.clear()
+    assert Index.scan("s3://b/data/", tmp_path).fingerprint == index.fingerprint
+    bucket.files["/b/data/x/0%20%C3%A9.jpg"] = encoded(0, 70)
+    assert all("list-type=2" in path for _, path in bucket.asked)
+    assert labelled(Index.scan("s3://b/data", tmp_path))["s3://b/data/x/0 é.jpg"] == ("x", 70, 50)
+    (batch,) = Loader(Index.scan("s3://b/data", tmp_path), Augmentation(), batch_size=4, **HOW).batches(0, 1)
+    assert sorted(set(batch.label.tolist())) == [0, 1]
+    assert len(Index.scan("s3://b", tmp_path)) == 6
+    cases = [
+        ("s3://b/none", "s3://b/none: nothing is there; expected s3://BUCKET, or s3://BUCKET/FOLDER, with images"),
+        ("s3://b/data/text", "s3://b/data/text: nothing is there"),
+    ]
+    for root, message in cases:
+        with pytest.raises(ValueError, match=message):
+            Index.scan(root)
+    bucket.files["/b/data2/a.tar"] = b""
+    with pytest.raises(
+        ValueError, match=r"s3://b/data2: \.tar files are not read from S3; expected them on a local disk"
+    ):
+        Index.scan("s3://b/data2")
+    bucket.answers["GET"] = 403
+    with pytest.raises(OSError, match=r"403 Forbidden: AccessDenied: text.*s3://b/data"):
+        Index.scan("s3://b/data")
