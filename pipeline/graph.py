@@ -26,7 +26,7 @@ import os
 import numpy as np
 from PIL import Image
 
-from pipeline import formats, headers, objects
+from pipeline import formats, headers, objects, waiting
 from pipeline.headers import MAY_PASS
 
 _LUMA = np.array([0.299, 0.587, 0.114])  # ITU-R BT.601, as Pillow and torchvision weigh grey
@@ -280,11 +280,11 @@ def _read(images):
         for image in images:
             ahead.append(pool.submit(result, image))
             if len(ahead) == _AHEAD:
-                yield ahead.popleft().result()
+                yield waiting.result(ahead.popleft())
         while ahead:
-            yield ahead.popleft().result()
+            yield waiting.result(ahead.popleft())
     finally:
-        pool.shutdown(cancel_futures=True)
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def read(path, offset=0, length=-1):

@@ -20,11 +20,14 @@ _ANSWER = [
     re.compile(pattern, re.DOTALL)
     for pattern in (r"status code: (\d+[ \w]*)", r"<Code>\s*(.*?)\s*</Code>", r"<Message>\s*(.*?)\s*</Message>")
 ]
+_BUCKET = re.compile(r"[\w.-]+", re.ASCII)
+_OTHER_KEY = re.compile(r"(^|/)\.{0,2}(/|$)|[\0-\x1f\x7f\ud800-\udfff]")  # what obstore refuses, or would change
+_ELSEWHERE = "the bucket is in another region; expected AWS_REGION to name it"
 _FROM = "External AWS credential provider: "  # what follows is said by boto3
 _WAYS = {
     "kind: Connect": "cannot connect",
     "kind: Timeout": f"no answer in {WAIT} s",
-    "without LOCATION": "the bucket is in another region; expected AWS_REGION to name it",
+    "without LOCATION": _ELSEWHERE,
     "kind: Interrupted": "the answer breaks off",
     "kind: Decode": "the answer breaks off",
     "kind: Request": "the connection breaks off",
@@ -37,11 +40,18 @@ def ready() -> None:
     _credentials()
 
 
-def parsed(uri: str) -> tuple[str, str]:
-    """Bucket and key of an s3:// URI; ValueError for a key that obstore would take for another."""
+def parsed(uri: str, *, folder: bool = False) -> tuple[str, str]:
+    """Bucket and key of an s3:// URI, or of a ``folder``, where there may be none; ValueError for one that obstore does
+    not take as it is."""
     bucket, _, key = uri.removeprefix(SCHEME).partition("/")
-    if not bucket or not all(part not in ("", ".", "..") for part in key.split("/")):
-        raise ValueError(f"got {uri!r}; expected {SCHEME}BUCKET/KEY, whose key has no empty, . or .. part")
+    if folder:
+        key = key.strip("/")
+    if not _BUCKET.fullmatch(bucket) or (_OTHER_KEY.search(key) and (key or not folder)):
+        what, part = ("BUCKET/FOLDER", "folder") if folder else ("BUCKET/KEY", "key")
+        raise ValueError(
+            f"got {uri!r}; expected {SCHEME}{what}, whose {part} has no empty, . or .. part, no control character, and "
+            "is UTF-8"
+        )
     return bucket, key
 
 
@@ -75,14 +85,14 @@ def listed(uri: str) -> list[tuple[str, int, int]]:
     for each thousand of them; OSError as by ``_asked``."""
 
     def request(store, folder):
-        pages = store.list(folder.strip("/") or None, chunk_size=1000)
+        pages = store.list(folder or None, chunk_size=1000)
         return [
             (one["path"], one["size"], int(one["last_modified"].timestamp() * 1e3) * 10**6)
             for page in pages
             for one in page
         ]
 
-    bucket, _, folder = uri.removeprefix(SCHEME).partition("/")
+    bucket, folder = parsed(uri, folder=True)
     try:
         return _asked(request, bucket, folder)
     except OSError as error:
@@ -98,8 +108,8 @@ def _asked(request, bucket, key):
     """What a request for a key gives.
 
     OSError if it cannot be had: ENOENT where the store says that it is not there; EACCES, see ``graph.UNCLEAR``, where
-    it says that of the bucket, or forbids it, as it also does of what is not there to who may not list the bucket;
-    EREMOTEIO for all that may pass.
+    it says that of the bucket, or forbids it, as it also does of what is not there to who may not list the bucket, and
+    of a bucket of another region; EREMOTEIO for all that may pass.
     """
     with _lock:
         store = _store(bucket)
@@ -152,9 +162,10 @@ def _said(error):
     status, code, message = (found[1] if (found := pattern.search(text)) else "" for pattern in _ANSWER)
     if code == "NoSuchKey":
         return OSError(errno.ENOENT, "no such object")
-    refused = status[:3] in ("401", "403", "404") or _FROM in text
     if status:
         said = ": ".join(filter(None, (status, code, message)))
     else:
         said = next((way for mark, way in _WAYS.items() if mark in text), text.splitlines()[0].rpartition(_FROM)[2])
+    elsewhere = said is _ELSEWHERE or code == "AuthorizationHeaderMalformed"  # the latter names the region
+    refused = elsewhere or status[:3] in ("401", "403", "404") or _FROM in text
     return OSError(errno.EACCES if refused else errno.EREMOTEIO, said)

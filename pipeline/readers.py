@@ -9,45 +9,48 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pipeline import graph, objects
+from pipeline import graph, objects, waiting
 
 _OPEN = 256  # shards kept open; many systems allow a process 1,024 files
 
 
 class Reader:
-    """The files of images, several at a time; ``with`` closes it. ``threads`` is how many at most, and so how many
-    images are worth reading ahead."""
+    """The files of images, several at a time; ``with`` closes it, and does not wait for what a store that hangs has not
+    answered. ``threads`` is how many at most, and so how many images are worth reading ahead."""
 
     threads: int
 
     def __init__(self):
-        self._pool = concurrent.futures.ThreadPoolExecutor(self.threads)
+        self._pool, self._closed = concurrent.futures.ThreadPoolExecutor(self.threads), False
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        self._pool.shutdown(cancel_futures=True)
+        self._closed = True
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def read(self, sample: int) -> np.ndarray:
         """The file of an image, uint8 [bytes]; OSError where it cannot be read whole."""
         raise NotImplementedError
 
     def begin(self, samples: list[int]) -> Callable[[], list[np.ndarray]]:
-        """Begins to read the files of several; what is returned waits for them. What cannot be read becomes one byte,
-        which will not decode."""
+        """Begins to read the files of several; what is returned waits for them, as ``waiting.result`` does. What cannot
+        be read becomes one byte, which will not decode."""
         files = [np.zeros(1, np.uint8)] * len(samples)
 
         def read(first):
             for i in range(first, len(samples), self.threads):
                 with contextlib.suppress(OSError):
+                    if self._closed:
+                        return
                     files[i] = self.read(samples[i])
 
         begun = [self._pool.submit(read, first) for first in range(min(self.threads, len(samples)))]
 
         def wait():
             for part in begun:
-                part.result()
+                waiting.result(part)
             return files
 
         return wait

@@ -45,7 +45,8 @@ def find(root, folder=None, progress=None):
     """The source that ``root`` names, DATA or, of Parquet files, DATA#COLUMN for their labels; ValueError or OSError in
     one line if there is none. ``folder``, of indices, and ``progress``: for ``Unpacked``."""
     data, column = root, ""
-    if not root.exists() and "#" in str(root)[1:]:
+    remote = _SCHEME.match(str(root))
+    if "#" in str(root)[1:] and not (remote and remote[1].lower() == "s3") and not root.exists():
         data, _, column = str(root).rpartition("#")
     unpacked = functools.partial(Unpacked, folder=folder, progress=progress, label=column)
     source = _find(Path(data), unpacked)
@@ -59,7 +60,7 @@ def _find(root, unpacked):
     name = root.name.lower()
     if not root.exists():
         if scheme := _SCHEME.match(given):
-            if scheme[1] == "s3":
+            if scheme[1].lower() == "s3":
                 return _bucket(root, objects.SCHEME + given[scheme.end() :])
             raise ValueError(_remote(scheme[1].lower(), given[scheme.end() :]))
         if _RANGE.search(given) or "*" in given:

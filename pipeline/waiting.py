@@ -1,5 +1,6 @@
 """Waiting for files that cannot be reached now: said, with longer and longer pauses, within a limit."""
 
+import concurrent.futures
 import os
 import sys
 import time
@@ -13,6 +14,7 @@ from pipeline.headers import MAY_PASS, printable
 _PATIENCE = 480
 PAUSES = 1, 30  # seconds: the first pause between two attempts, which doubles up to the last
 _LATE = 0.2  # seconds until a request to stop is noticed
+_SOON = 5  # seconds that it waits for what is being read: from a store that works, a batch
 
 asked_to_stop: Callable[[], bool] = bool  # says whether the process is to end soon; what listens to signals sets it
 
@@ -30,6 +32,15 @@ def pause(seconds: float) -> None:
             return
         time.sleep(min(left, _LATE))
     raise Stopped
+
+
+def result(future: concurrent.futures.Future) -> Any:
+    """The result of a future; ``Stopped`` where the process is asked to stop and it does not come soon."""
+    end = time.monotonic() + _SOON
+    while not future.done() and not concurrent.futures.wait([future], _LATE).done:
+        if asked_to_stop() and time.monotonic() > end:
+            raise Stopped
+    return future.result()
 
 
 class Outage:

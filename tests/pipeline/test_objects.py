@@ -126,7 +126,9 @@ def test_a_bucket_is_a_folder(bucket, tmp_path):
     assert labelled(Index.scan("s3://b/data", tmp_path))["s3://b/data/x/0 é.jpg"] == ("x", 70, 50)
     (batch,) = Loader(Index.scan("s3://b/data", tmp_path), Augmentation(), batch_size=4, **HOW).batches(0, 1)
     assert sorted(set(batch.label.tolist())) == [0, 1]
-    assert len(Index.scan("s3://b", tmp_path)) == 6
+    assert len(Index.scan("s3://b", tmp_path)) == len(Index.scan("S3://b", tmp_path)) == 6
+    bucket.files["/b/c%23/0.jpg"] = encoded()
+    assert list(Index.scan("s3://b/c#").paths) == ["s3://b/c#/0.jpg"]
     cases = [
         ("s3://b/none", "s3://b/none: nothing is there; expected s3://BUCKET, or s3://BUCKET/FOLDER, with images"),
         ("s3://b/data/text", "s3://b/data/text: nothing is there"),
@@ -139,6 +141,7 @@ def test_a_bucket_is_a_folder(bucket, tmp_path):
         ValueError, match=r"s3://b/data2: \.tar files are not read from S3; expected them on a local disk"
     ):
         Index.scan("s3://b/data2")
-    bucket.answers["GET"] = 403
-    with pytest.raises(OSError, match=r"403 Forbidden: AccessDenied: text.*s3://b/data"):
-        Index.scan("s3://b/data")
+    for answer, message in [(403, "403 Forbidden: AccessDenied: text"), (301, "another region; expected AWS_REGION")]:
+        bucket.answers["GET"] = answer
+        with pytest.raises(OSError, match=rf"{message}.*s3://b/data"):
+            Index.scan("s3://b/data")

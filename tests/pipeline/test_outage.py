@@ -4,6 +4,7 @@ import errno
 import io
 import os
 import tarfile
+import threading
 import time
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from conftest import photo
 
-from pipeline import Augmentation, Index, Loader, evaluation_batches, graph, headers, sources, waiting
+from pipeline import Augmentation, Index, Loader, evaluation_batches, graph, headers, readers, sources, waiting
 from pipeline.walk import statuses
 
 N, GONE = 6, 4
@@ -311,3 +312,30 @@ def test_a_request_to_stop_ends_the_waiting(monkeypatch):
     start = time.monotonic()
     waiting.pause(0.3)
     assert time.monotonic() - start >= 0.3
+
+
+def test_a_request_to_stop_does_not_wait_for_what_hangs(monkeypatch):
+    """Nor does anything begin to be read behind it; what comes soon is still taken."""
+    answer, asked = threading.Event(), []
+
+    class Hangs(readers.Reader):
+        threads = 2
+
+        def read(self, sample):
+            asked.append(sample)
+            answer.wait(60)
+            return np.zeros(sample, np.uint8)
+
+    monkeypatch.setattr(waiting, "asked_to_stop", lambda: True)
+    with Hangs() as reader:
+        soon = threading.Timer(0.5, answer.set)
+        soon.start()
+        assert [len(file) for file in reader.begin([1, 2, 3])()] == [1, 2, 3]
+        answer.clear(), asked.clear()
+        monkeypatch.setattr(waiting, "_SOON", 0.1)
+        for wait in (reader.begin([4, 5, 6, 7]), lambda: next(graph.probe([lambda: reader.read(8)], None))):
+            with pytest.raises(waiting.Stopped):
+                wait()
+    answer.set()
+    reader._pool.shutdown()
+    assert sorted(asked) == [4, 5, 8]

@@ -119,6 +119,8 @@ BAD_LINES = [
         r"line 2: got 's3:.*a.jpg'; expected s3://BUCKET/KEY, whose key has no empty, . or",
     ),
     ("s3://bucket/\tdog\t5\t7", r"line 2: got 's3://bucket/'; expected s3://BUCKET/KEY"),
+    ("s3://bucket/a\x01.jpg", r"line 2: got 's3://bucket/a\\x01.jpg'; .* part, no control character, and is UTF-8"),
+    ("s3://my bucket/a.jpg\tdog", r"line 2: got 's3://my bucket/a.jpg'; expected s3://BUCKET/KEY"),
 ]
 
 
@@ -319,6 +321,8 @@ ELSEWHERE = [
         "s3://bucket/list.txt",
         "s3://bucket/list.txt: .txt files are not read from S3; expected them on a local disk, or",
     ),
+    ("s3://bucket?x", "got 's3://bucket?x'; expected s3://BUCKET/FOLDER, whose folder has no empty, . or .. part"),
+    ("s3://bucket/a/../b", "got 's3://bucket/a/../b'; expected s3://BUCKET/FOLDER, whose folder has no empty"),
     ("https://host/a.tar", "https://host/a.tar: https:// is not read; expected a folder of images, or "),
     ("gs://bucket/images", "on a disk: gcloud storage cp -r gs://bucket/images FOLDER fetches it"),
     ("hf://datasets/owner/name", "on a disk: hf download --repo-type dataset owner/name --local-dir FOLDER fetches it"),
