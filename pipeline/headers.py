@@ -51,7 +51,9 @@ _NOT_HAD = "not to be had"  # of an object
 _REFUSED = {os.strerror(errno.EACCES), os.strerror(errno.EPERM), _NOT_HAD}
 _WHOLE = "/", objects.SCHEME  # what a path begins with that is not relative
 _OBJECTS = 256  # requests at a time
-_FIRST = 16_384  # bytes of an object that are asked for at first: EXIF has a picture of some 10,000
+# Bytes of an object that are asked for at first, as EXIF has a picture of some 10,000; then as many, and ever more, up
+# to the other: a PNG is read to its end, and may have a chunk for each 8,192.
+_FIRST, _MOST = 16_384, 1 << 20
 
 
 def read_headers(root, paths):
@@ -115,10 +117,11 @@ class _Object(formats.Bytes):
     def __init__(self, uri):
         self._uri = uri
         first, length = objects.begin(uri, _FIRST)
-        super().__init__(None, 0, length)
+        super().__init__(None, 0, length, _FIRST)
         self._held = first
 
     def _read(self, offset, count):
+        self._window = min(4 * self._window, _MOST)
         return objects.get(self._uri, offset, count).tobytes()
 
 

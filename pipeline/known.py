@@ -1,7 +1,7 @@
 """The images that were found bad by other means than by training on them: a file beside the index of a run.
 
 ``index/bad.jsonl`` has a line {"path", "reason", "state"} for each. The state, size and time of change of the file
-that it lies in, tells whether it is still the same; repaired or replaced it is as good as any other.
+or object that it lies in, tells whether it is still the same; repaired or replaced it is as good as any other.
 """
 
 import contextlib
@@ -9,8 +9,10 @@ import json
 import os
 from pathlib import Path
 
+from pipeline import objects
 from pipeline.cache import replacing
 from pipeline.index import Index
+from pipeline.latency import concurrently
 
 FILE = "bad.jsonl"
 
@@ -18,14 +20,16 @@ FILE = "bad.jsonl"
 def read(path: Path, index: Index) -> dict[int, str]:
     """{sample: reason} of the images of an index that are on the list, and are what they were."""
     lines = {path: (reason, state) for path, reason, state in _lines(path)}
-    found = index.paths.positions(lines).items()
-    return {i: lines[path][0] for i, path in found if lines[path][1] == _state(index, i)}
+    found = index.paths.positions(lines)
+    states = _states(index, found)
+    return {i: lines[path][0] for (i, path), now in zip(found.items(), states, strict=True) if lines[path][1] == now}
 
 
 def add(path: Path, index: Index, bad: dict[int, str]) -> None:
     """Puts samples, {sample: reason}, on the list."""
     lines = {line[0]: line for line in _lines(path)}
-    lines |= {index.paths[i]: (index.paths[i], reason, _state(index, i)) for i, reason in bad.items()}
+    for i, now in zip(bad, _states(index, bad), strict=True):
+        lines[index.paths[i]] = index.paths[i], bad[i], now
     text = (json.dumps(dict(zip(("path", "reason", "state"), line, strict=True))) + "\n" for line in lines.values())
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path, shared=True) as part:
@@ -43,10 +47,15 @@ def _lines(path):
     return lines
 
 
-def _state(index, i):
-    """[bytes, time of change in ns] of the file that holds an image; None of one that cannot be asked."""
-    try:
-        status = os.stat(index.place(i)[0])
-    except OSError:
-        return None
-    return [status.st_size, status.st_mtime_ns]
+def _states(index, samples):
+    """[bytes, time of change in ns] of the file or object that holds each image; None of one that cannot be asked."""
+
+    def state(i):
+        place = index.place(i)[0]
+        with contextlib.suppress(OSError):
+            if place.startswith(objects.SCHEME):
+                return objects.state(place)
+            status = os.stat(place)
+            return [status.st_size, status.st_mtime_ns]
+
+    return concurrently(state, list(samples))

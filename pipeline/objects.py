@@ -4,6 +4,7 @@ finds (and renews) as all tools of AWS do. Without any, requests are not signed,
 import datetime
 import errno
 import functools
+import os
 import re
 import threading
 
@@ -36,8 +37,12 @@ _lock = threading.Lock()
 
 
 def ready() -> None:
-    """ValueError where what reads objects is not installed, or credentials are asked for that are not there."""
+    """ValueError where what reads objects is not installed, credentials are asked for that are not there, or the store
+    has an address that is none, of which obstore would die."""
     _credentials()
+    where = os.environ.get("AWS_ENDPOINT_URL", "http://host")
+    if not re.match("https?://[^/]", where):
+        raise ValueError(f"AWS_ENDPOINT_URL {where!r}: expected http://HOST or https://HOST, or that it is not set")
 
 
 def parsed(uri: str, *, folder: bool = False) -> tuple[str, str]:
@@ -80,17 +85,18 @@ def begin(uri: str, length: int) -> tuple[bytes, int]:
         raise
 
 
+def state(uri: str) -> list[int]:
+    """Bytes and time of change in ns of an object, by one request; OSError as by ``_asked``."""
+    return _asked(lambda store, key: _stamp(store.head(key)), *parsed(uri))
+
+
 def listed(uri: str) -> list[tuple[str, int, int]]:
     """Key, bytes and time of change in ns of all objects of a bucket, or of those below s3://BUCKET/FOLDER, a request
     for each thousand of them; OSError as by ``_asked``."""
 
     def request(store, folder):
         pages = store.list(folder or None, chunk_size=1000)
-        return [
-            (one["path"], one["size"], int(one["last_modified"].timestamp() * 1e3) * 10**6)
-            for page in pages
-            for one in page
-        ]
+        return [(one["path"], *_stamp(one)) for page in pages for one in page]
 
     bucket, folder = parsed(uri, folder=True)
     try:
@@ -102,6 +108,10 @@ def listed(uri: str) -> list[tuple[str, int, int]]:
             ) from None
         error.filename = uri
         raise
+
+
+def _stamp(meta):
+    return [meta["size"], int(meta["last_modified"].timestamp() * 1e3) * 10**6]
 
 
 def _asked(request, bucket, key):

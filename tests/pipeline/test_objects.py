@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import photo
+from PIL import Image
 
-from pipeline import Augmentation, Index, Loader, evaluation_batches, waiting
+from pipeline import Augmentation, Index, Loader, evaluation_batches, known, waiting
 
 CPU = torch.device("cpu")
 HOW = {"image_size": 24, "seed": 7, "device": CPU, "threads": 1}
@@ -92,6 +93,27 @@ def test_sizes_that_no_line_has_are_read_by_one_request_each(bucket, tmp_path):
     assert labelled(index) == found | {"s3://b/2": (None, 32, 50)} and index.rejected == gone
 
 
+def test_a_png_of_many_pieces_takes_few_requests(bucket, tmp_path):
+    """What turns it may stand at its end; libpng makes a chunk for each 8 kB."""
+    file = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (400, 500, 3), np.uint8)).save(file, "PNG")
+    png = file.getvalue()
+    chunk = b"\0\0\x20\0IDAT" + bytes(8192 + 4)
+    bucket.files["/b/0.png"] = png[:33] + 64 * chunk + png[33:]  # the size is all that is read
+    (tmp_path / "list.txt").write_text("s3://b/0.png\n")
+    assert Index.scan(tmp_path / "list.txt").sizes.tolist() == [[400, 500]]
+    assert len(bucket.files["/b/0.png"]) > 1_000_000 and len(bucket.asked) <= 6
+
+
+def test_a_bad_object_that_is_replaced_is_tried_again(bucket, tmp_path):
+    bucket.files |= {f"/b/{i}.jpg": encoded(i) for i in range(3)}
+    index = Index.scan("s3://b")
+    known.add(tmp_path / known.FILE, index, {0: "bad", 1: "worse"})
+    assert known.read(tmp_path / known.FILE, index) == {0: "bad", 1: "worse"}
+    bucket.files["/b/1.jpg"] += b"repaired"
+    assert known.read(tmp_path / known.FILE, index) == {0: "bad"}
+
+
 @pytest.mark.parametrize("answer", [400, 503, "nothing", "part"])
 def test_a_scan_waits_for_a_store_that_fails(bucket, tmp_path, monkeypatch, capfd, answer):
     bucket.files["/b/0.jpg"] = encoded()
@@ -108,7 +130,7 @@ def test_a_scan_waits_for_a_store_that_fails(bucket, tmp_path, monkeypatch, capf
         )
 
 
-def test_a_bucket_is_a_folder(bucket, tmp_path):
+def test_a_bucket_is_a_folder(bucket, tmp_path, monkeypatch):
     """Of class folders, or part of one. It is listed at each start, and no more where nothing has changed."""
     keys = {f"/b/data/{'xy'[i % 2]}/{i}%20%C3%A9.jpg": encoded(i, 30 + i) for i in range(5)}
     bucket.files = keys | {
@@ -136,6 +158,9 @@ def test_a_bucket_is_a_folder(bucket, tmp_path):
     for root, message in cases:
         with pytest.raises(ValueError, match=message):
             Index.scan(root)
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match="'localhost:9000': expected http://HOST or"):
+        patch.setenv("AWS_ENDPOINT_URL", "localhost:9000")
+        Index.scan("s3://b/data")
     bucket.files["/b/data2/a.tar"] = b""
     with pytest.raises(
         ValueError, match=r"s3://b/data2: \.tar files are not read from S3; expected them on a local disk"
