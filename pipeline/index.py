@@ -149,7 +149,7 @@ class Index:
             fingerprint, classes, shards = about["fingerprint"], tuple(about["classes"]), tuple(about["shards"])
             paths = Paths(arrays["names"], arrays["starts"])
             which = paths, arrays["labels"], arrays["sizes"], classes, about["rejected"], shards, arrays.get("places")
-            index = Index(Path(root), *which, Path(path).absolute())
+            index = Index(expanded(Path(root)), *which, Path(path).absolute())
         except (KeyError, TypeError, ValueError):
             return None
         vars(index)["fingerprint"] = fingerprint

@@ -13,7 +13,10 @@ import numpy as np
 SCHEME = "s3://"
 WAIT = 30  # seconds until something comes, and for trying again what failed
 _LONGEST = 300  # seconds until an object has come whole: 100 MB from a slow store
-_CONNECT, RETRIES = 5, 3  # seconds until there is a connection; attempts after the first
+_CONNECT = 5  # seconds until there is a connection
+# Attempts after the first, with growing pauses. A store that is asked too much refuses a share of all requests: half of
+# them leave one image of 16 unread after 3 more attempts, which no batch of 512 survives, and one of 500 after 8.
+RETRIES = 8
 _FRESH = datetime.timedelta(minutes=10)  # after which boto3 is asked again for credentials, which it renews when due
 # What errors of obstore say: a status, and of the answer of S3 a code and a message; or what went wrong on the way, of
 # which the first that is there counts.

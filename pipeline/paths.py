@@ -1,18 +1,27 @@
 """Names of files: with a home folder in them, and many in one piece of memory, without a Python object for each, which
 may be a file's pages."""
 
+import re
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
+_URI = re.compile("([a-zA-Z][a-zA-Z0-9+.-]+:)/+")
 _PIECE = 4096  # names that are Python objects at a time
 
 
+class _Uri(type(Path())):
+    """Of the slashes of a URI, a Path has lost one."""
+
+    def __str__(self):
+        return _URI.sub(r"\1//", super().__str__())
+
+
 def expanded(path: Path) -> Path:
-    """A path with the home folder in place of "~"; ValueError where there is none."""
+    """A path with the home folder in place of "~"; ValueError where there is none. A URI is still one when printed."""
     try:
-        return path.expanduser()
+        return _Uri(path) if _URI.match(str(path)) else path.expanduser()
     except RuntimeError as error:
         raise ValueError(f"{path}: {error}; expected the name of a user behind ~, or a whole path") from None
 

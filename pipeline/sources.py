@@ -20,7 +20,7 @@ import numpy as np
 
 from pipeline import objects
 from pipeline.headers import UNPACK, checked, counted, named_as_image, printable
-from pipeline.paths import Paths
+from pipeline.paths import Paths, expanded
 from pipeline.shards import Shards, Unpacked, natural, stated
 from pipeline.walk import Found, statuses, walk
 
@@ -156,7 +156,7 @@ def _bucket(root, uri):
     ]  # what is empty may stand for a folder
     names = "".join(f"{bucket}{key}\0" for key, *_ in visible).encode("utf-8", "surrogateescape")
     stamps = np.array([stamp for _, *stamp in visible], np.int64).reshape(-1, 2)
-    return Bucket(root, Found(names, stamps, {}), uri.rstrip("/") + "/")
+    return Bucket(expanded(root), Found(names, stamps, {}), uri.rstrip("/") + "/")
 
 
 def _folder(root, unpacked):

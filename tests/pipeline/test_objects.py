@@ -1,6 +1,7 @@
 """Images in an object store: a stand-in on this machine; nothing here has seen a bucket."""
 
 import io
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -142,7 +143,8 @@ def test_a_bucket_is_a_folder(bucket, tmp_path, monkeypatch):
     assert labelled(index) == expected and list(index.paths) == sorted(expected)
     assert index.rejected == {"s3://b/data/x/bad.jpg": "not an image"}
     bucket.asked.clear()
-    assert Index.scan("s3://b/data/", tmp_path).fingerprint == index.fingerprint
+    again = Index.scan(Path("s3://b/data/"), tmp_path)
+    assert again.fingerprint == index.fingerprint and f"{again.root} {index.root}" == "s3://b/data s3://b/data"
     bucket.files["/b/data/x/0%20%C3%A9.jpg"] = encoded(0, 70)
     assert all("list-type=2" in path for _, path in bucket.asked)
     assert labelled(Index.scan("s3://b/data", tmp_path))["s3://b/data/x/0 é.jpg"] == ("x", 70, 50)
