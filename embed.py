@@ -63,6 +63,7 @@ class EmbedConfig:
                 object.__setattr__(self, name, expanded(value))
         suffix = self.output.suffix
         check(suffix in (".npy", ".parquet"), self, "output", "a name that ends in .npy or .parquet")
+        check("://" not in str(self.output), self, "output", "a file on a disk")
         if suffix == ".parquet" and find_spec("pyarrow") is None:
             raise ValueError(f"--output {self.output}: pyarrow is not installed; expected it ('.[parquet]'), or a .npy")
         check(self.image_size >= 0, self, "image_size", "0 or more")

@@ -3,7 +3,7 @@
 On a CPU three tables: this loader against what else there is, in images per second and processor time; what each stage
 of the graph costs; how far its pixels are from torchvision's and Pillow's. On a GPU one: how many threads it wants.
 
-``--images`` is a folder, list or shards of images; otherwise JPEGs of 375 x 500 px are generated, smooth with some
+``--images`` is what ``--data`` of train.py takes; otherwise JPEGs of 375 x 500 px are generated, smooth with some
 noise (quality 90, about the bytes of a photograph of that size).
 """
 
@@ -57,7 +57,7 @@ def generate(path: Path, seed: int, height: int = 375, width: int = 500, progres
 def options_of(subject: str, description: str) -> argparse.ArgumentParser:
     """The options of the two subjects that read images."""
     parser = environment.parser(subject, description)
-    parser.add_argument("--images", type=Path, help="folder, list or shards of images; default: generated ones")
+    parser.add_argument("--images", type=Path, help="as --data of train.py; default: generated ones")
     parser.add_argument("--recipe", choices=RECIPES, default="imagenet-vit-s")
     parser.add_argument("--batch-size", type=int, default=512, help="images")
     return parser

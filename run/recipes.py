@@ -71,6 +71,7 @@ class RunConfig:
         for name in ("keep_every", "lr", "weight_decay"):
             check(getattr(self, name) >= 0, self, name, "0 or more")
         check(self.max_steps is None or self.max_steps > 0, self, "max_steps", "more than 0")
+        check("://" not in str(self.output), self, "output", "a folder on a disk")
         check(0 <= self.max_bad <= 1, self, "max_bad", "a share from 0 to 1")
         check(-(2**63) <= self.seed < 2**63, self, "seed", "a 64-bit integer")
         for name in ("epochs", "lr", "weight_decay"):

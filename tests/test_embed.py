@@ -107,6 +107,8 @@ def test_what_cannot_be_done_is_one_line_and_leaves_nothing(undisturbed, hostile
     assert "no usable image" in said and code == 2
     assert "no image of " in ended(tmp_path / "cut")[0]
     assert "expected a name that ends in .npy or .parquet" in ended(hostile, "out.csv")[0]
+    with pytest.raises(ValueError, match=r"--output s3://b/x[.]npy: expected a file on a disk"):
+        embed.parse(["--output", "s3://b/x.npy"])
     with pytest.raises(ValueError, match="--encoder is missing; expected a run"):
         embed.parse(["--data", "x"])
     with pytest.raises(ValueError, match=r"--data is missing; expected a folder"):
