@@ -23,9 +23,12 @@ from transfer.pretrained import load_encoder
 
 ARMS = {
     "aps": "APS", "uniform": "APS, patches drawn uniformly (gamma 0)", "one-group": "APS, one group instead of four",
-    "untrained": "not pretrained",
+    "window-16": "APS, the groups of 16 batches in turn", "untrained": "not pretrained",
 }  # fmt: skip
-TUNED = {"tuned": "APS, fine-tuned", "scratch": "from scratch"}
+TUNED = {
+    "tuned": f"{ARMS['aps']}, fine-tuned", "scratch": "from scratch",
+    **{arm: f"{ARMS[arm]}, fine-tuned" for arm in ("uniform", "one-group", "window-16")},
+}  # fmt: skip
 
 
 def print_draw(listed: Path, count: int, draw: int) -> None:
@@ -58,8 +61,8 @@ def probes(folder: Path, encoder: torch.nn.Module, mean, std) -> list[dict]:
 
 
 def table(folder: Path) -> list[dict]:
-    """A row for each way of using labels and each number of them, accuracies in percent; "epochs" of the better of two
-    lengths, where there are two."""
+    """A row for each way of using labels, each number of them and, of training with them, each length in "epochs";
+    accuracies in percent, "best" the length that is better on the mean."""
     found: dict[tuple, dict[int, list[float]]] = {}
     for arm, what in ARMS.items():
         if (file := folder / f"{arm}.json").exists():
@@ -67,16 +70,18 @@ def table(folder: Path) -> list[dict]:
                 name = f"{what}, {row['method']}"
                 found.setdefault((name, row["labels"]), {}).setdefault(0, []).append(row["top1"])
     for run in sorted(folder.glob("*/model/config.json")):
-        if parts := re.fullmatch(r"(\w+)-(\d+)-(\d+)-(\d+)", run.parents[1].name):
+        if parts := re.fullmatch(r"([\w-]+)-(\d+)-(\d+)-(\d+)", run.parents[1].name):
             top1 = json.loads(run.read_text())["training"]["top1"]
             found.setdefault((TUNED[parts[1]], int(parts[2])), {}).setdefault(int(parts[4]), []).append(top1)
     rows = []
     for (name, count), lengths in sorted(found.items(), key=lambda item: (item[0][0], item[0][1])):
-        epochs, values = max(lengths.items(), key=lambda item: statistics.mean(item[1]))
-        rows.append({
-            "method": name, "labels": count, "draws": len(values), "top1": statistics.mean(values),
-            "spread": statistics.stdev(values) if len(values) > 1 else None, "epochs": epochs or None,
-        })  # fmt: skip
+        means = {epochs: statistics.mean(values) for epochs, values in lengths.items()}
+        for epochs, values in sorted(lengths.items()):
+            rows.append({
+                "method": name, "labels": count, "draws": len(values), "top1": means[epochs],
+                "spread": statistics.stdev(values) if len(values) > 1 else None, "epochs": epochs or None,
+                "best": means[epochs] == max(means.values()),
+            })  # fmt: skip
     return rows
 
 
@@ -86,7 +91,8 @@ def conclusions(d: dict) -> dict:
         spread = "" if row["spread"] is None else f" +- {row['spread']:.1f}"
         more = [f"draws: {row['draws']}"] + ([f"{row['epochs']} epochs"] if row["epochs"] else [])
         found.append(finding(f"{row['labels']} labels a class: {row['method']}", f"{row['top1']:.1f} %{spread}", *more))
-        panels.setdefault(row["method"], []).append(row["top1"])
+        if row["best"]:
+            panels.setdefault(row["method"], []).append(row["top1"])
     return {"findings": found, "plots": [plot("Few labels", "% over 10, 40, 100, 400 labels a class", panels)]}
 
 
@@ -97,7 +103,7 @@ def draw(rows: list[dict], file: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(8.5, 4.2), layout="constrained")
     styles = {"linear probe": "o-", "k-NN": "s:", "fine-tuned": "^-", "scratch": "x--"}
     for method in dict.fromkeys(row["method"] for row in rows):
-        own = [row for row in rows if row["method"] == method]
+        own = [row for row in rows if row["method"] == method and row["best"]]
         style = next(style for name, style in styles.items() if method.endswith(name))
         points = zip(*((row["labels"], row["top1"], row["spread"] or 0) for row in own), strict=True)
         x, y, spread = points

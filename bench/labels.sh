@@ -7,8 +7,9 @@
 #   python -m bench labels runs/labels              the table, also while the runs go on
 #
 # Each draw of labels is a random choice of images, the same for all. Fine-tuning and scratch have the same augmentation and
-# optimizer, and each is tried at two lengths, of which the table shows the one that is better on the mean of the draws.
-# "untrained" is the network as pretraining begins with it. All arms take as many optimizer steps of pretraining.
+# optimizer, and each is tried at two lengths, of which the plot shows the one that is better on the mean of the draws.
+# "untrained" is the network as pretraining begins with it. All arms take as many optimizer steps of pretraining; those beside
+# aps are fine-tuned at the first length only, with 100 labels a class and more.
 # What is complete is left alone and what is not is continued, so the same command goes on after a stop.
 # Settings by the environment: OUT, COUNTS (labels a class, each with the epochs of tuning), DRAWS, ARMS, JOBS (runs at a
 # time), EVAL_IMAGES (evenly spaced; 0: all), EPOCHS of pretraining, LONGER (the second length over the first), MODEL and TUNE.
@@ -18,7 +19,7 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 OUT=${OUT:-runs/labels}
 : "${DATA:?a folder of training images in class folders}" "${EVAL:?a folder of evaluation images in the same classes}"
-COUNTS=${COUNTS:-10:20 40:10 100:6 400:3} DRAWS=${DRAWS:-0 1 2} ARMS=${ARMS:-aps uniform one-group} JOBS=${JOBS:-2}
+COUNTS=${COUNTS:-10:80 40:40 100:24 400:12} DRAWS=${DRAWS:-0 1 2} ARMS=${ARMS:-aps uniform one-group window-16} JOBS=${JOBS:-2}
 EPOCHS=${EPOCHS:-5} LONGER=${LONGER:-4}
 MODEL=${MODEL:---depth 2 --patch-size 4 --batch-size 128 --head-hidden 512}
 # The recipe's regularisation is that of a hundred epochs; its RandAugment stays.
@@ -62,7 +63,15 @@ for arm in $ARMS; do
         aps) ;;
         uniform) pretrain "$arm" "$EPOCHS" --power 0 ;;
         one-group) pretrain "$arm" $((4 * EPOCHS)) --groups 1 ;;
-        *) echo "ARMS: $arm is none; expected some of aps, uniform, one-group" >&2 && exit 2 ;;
+        window-16) pretrain "$arm" "$EPOCHS" --window 16 ;;
+        *) echo "ARMS: $arm is none; expected some of aps, uniform, one-group, window-16" >&2 && exit 2 ;;
     esac
+done | together
+for arm in ${ARMS/aps/}; do
+    for draw in $DRAWS; do
+        for count in $COUNTS; do
+            [ "${count%:*}" -lt 100 ] || tune "$arm" "${count%:*}" "$draw" "${count#*:}" --encoder "$OUT/$arm"
+        done
+    done
 done | together
 "$python" -m bench labels "$OUT" --json "$OUT/labels.json"
