@@ -86,34 +86,47 @@ def table(folder: Path) -> list[dict]:
 
 
 def conclusions(d: dict) -> dict:
-    found, panels = [], {}
+    found, panels, counts = [], {}, sorted({row["labels"] for row in d["rows"]})
     for row in d["rows"]:
         spread = "" if row["spread"] is None else f" +- {row['spread']:.1f}"
         more = [f"draws: {row['draws']}"] + ([f"{row['epochs']} epochs"] if row["epochs"] else [])
         found.append(finding(f"{row['labels']} labels a class: {row['method']}", f"{row['top1']:.1f} %{spread}", *more))
         if row["best"]:
             panels.setdefault(row["method"], []).append(row["top1"])
-    return {"findings": found, "plots": [plot("Few labels", "% over 10, 40, 100, 400 labels a class", panels)]}
+    panels = {method: values for method, values in panels.items() if len(values) == len(counts)}
+    return {
+        "findings": found,
+        "plots": [plot("Few labels", f"% over {', '.join(map(str, counts))} labels a class", panels)],
+    }
 
 
 def draw(rows: list[dict], file: Path) -> None:
     """Accuracy over labels a class, as a picture; the spread of draws as bars."""
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8.5, 4.2), layout="constrained")
-    styles = {"linear probe": "o-", "k-NN": "s:", "fine-tuned": "^-", "scratch": "x--"}
+    figure, (tuned, frozen) = pyplot.subplots(1, 2, figsize=(9, 4.6), layout="constrained", sharey=True)
+    panels = {
+        "fine-tuned": (tuned, "^-"),
+        "from scratch": (tuned, "x--"),
+        "linear probe": (frozen, "o-"),
+        "k-NN": (frozen, "s:"),
+    }
+    arms = list(dict.fromkeys(row["method"].rpartition(", ")[0] for row in rows))
     for method in dict.fromkeys(row["method"] for row in rows):
         own = [row for row in rows if row["method"] == method and row["best"]]
-        style = next(style for name, style in styles.items() if method.endswith(name))
-        points = zip(*((row["labels"], row["top1"], row["spread"] or 0) for row in own), strict=True)
-        x, y, spread = points
-        axes.errorbar(x, y, spread, fmt=style, label=method, capsize=2, linewidth=1.3, markersize=4)
-    axes.set(xscale="log", xlabel="labels a class", ylabel="accuracy, %")
+        arm, _, way = method.rpartition(", ")
+        axes, style = panels[way]
+        x, y, spread = zip(*((row["labels"], row["top1"], row["spread"] or 0) for row in own), strict=True)
+        how = {"color": f"C{arms.index(arm)}", "capsize": 2, "linewidth": 1.3, "markersize": 4}
+        axes.errorbar(x, y, spread, fmt=style, label=method, **how)
     counts = sorted({row["labels"] for row in rows})
-    axes.set_xticks(counts, counts)
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", fontsize=7)
+    for axes, title in ((tuned, "all weights trained"), (frozen, "frozen encoder")):
+        axes.set(title=title, xscale="log", xlabel="labels a class")
+        axes.set_xticks(counts, counts)
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=6)
+    tuned.set(ylabel="accuracy, %")
     figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
 
 
