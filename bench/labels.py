@@ -112,14 +112,16 @@ def draw(rows: list[dict], file: Path) -> None:
         "k-NN": (frozen, "s:"),
     }
     arms = list(dict.fromkeys(row["method"].rpartition(", ")[0] for row in rows))
+    counts = sorted({row["labels"] for row in rows})
     for method in dict.fromkeys(row["method"] for row in rows):
         own = [row for row in rows if row["method"] == method and row["best"]]
+        if len(own) < len(counts):  # of one length alone
+            continue
         arm, _, way = method.rpartition(", ")
         axes, style = panels[way]
         x, y, spread = zip(*((row["labels"], row["top1"], row["spread"] or 0) for row in own), strict=True)
         how = {"color": f"C{arms.index(arm)}", "capsize": 2, "linewidth": 1.3, "markersize": 4}
         axes.errorbar(x, y, spread, fmt=style, label=method, **how)
-    counts = sorted({row["labels"] for row in rows})
     for axes, title in ((tuned, "all weights trained"), (frozen, "frozen encoder")):
         axes.set(title=title, xscale="log", xlabel="labels a class")
         axes.set_xticks(counts, counts)
