@@ -49,8 +49,7 @@ _AT_ONCE = 64  # files, after which it is seen whether threads pay
 _PASSING = {os.strerror(number) for number in MAY_PASS}
 _NOT_HAD = "not to be had"  # of an object
 _REFUSED = {os.strerror(errno.EACCES), os.strerror(errno.EPERM), _NOT_HAD}
-_WHOLE = "/", objects.SCHEME  # what a path begins with that is not relative
-_OBJECTS = 256  # requests at a time
+WHOLE = "/", objects.SCHEME  # what a path begins with that is not relative
 # Bytes of an object that are asked for at first, as EXIF has a picture of some 10,000; then as many, and ever more, up
 # to the other: a PNG is read to its end, and may have a chunk for each 8,192.
 _FIRST, _MOST = 16_384, 1 << 20
@@ -59,13 +58,16 @@ _FIRST, _MOST = 16_384, 1 << 20
 def read_headers(root, paths):
     """For each image file [height, width] or why it is rejected; for each tar its rows, see ``_read_shard``."""
     root = os.path.join(root, "")
+
+    def one(path):
+        return _read_file(path if path.startswith(WHOLE) else root + path)
+
     if any(path.startswith(objects.SCHEME) for path in paths):
-        with concurrent.futures.ThreadPoolExecutor(_OBJECTS) as pool:
-            return list(pool.map(lambda path: _read_file(path if path.startswith(_WHOLE) else root + path), paths))
+        with concurrent.futures.ThreadPoolExecutor(objects.AT_A_TIME) as pool:
+            return list(pool.map(one, paths))
 
     def read(first):
-        part = paths[first : first + _AT_ONCE]
-        return [_read_file(path if path.startswith(_WHOLE) else root + path) for path in part]
+        return list(map(one, paths[first : first + _AT_ONCE]))
 
     return list(itertools.chain.from_iterable(concurrently(read, range(0, len(paths), _AT_ONCE))))
 

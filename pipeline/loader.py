@@ -329,11 +329,11 @@ def _checked(read, size):
 
 def _others(index, sample):
     """A few samples from all over the index that come from the same store as this one."""
-    path, remote = index.paths[sample], index.paths.beginning(objects.SCHEME)
+    path = index.paths[sample]
     if path.startswith(objects.SCHEME):
         same = index.paths.beginning("/".join(path.split("/")[:3]) + "/")
     else:
-        same = np.setdiff1d(np.arange(len(index)), remote, assume_unique=True)
+        same = np.setdiff1d(np.arange(len(index)), index.paths.beginning(objects.SCHEME), assume_unique=True)
     start = np.searchsorted(same, sample)
     return {same[(start + k * len(same) // _OTHERS) % len(same)].item() for k in range(1, _OTHERS)} - {sample}
 

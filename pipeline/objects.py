@@ -11,6 +11,7 @@ import threading
 import numpy as np
 
 SCHEME = "s3://"
+AT_A_TIME = 256  # requests of a process
 WAIT = 30  # seconds until something comes, and for trying again what failed
 _LONGEST = 300  # seconds until an object has come whole: 100 MB from a slow store
 _CONNECT = 5  # seconds until there is a connection

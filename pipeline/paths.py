@@ -7,21 +7,19 @@ from pathlib import Path
 
 import numpy as np
 
-_URI = re.compile("([a-zA-Z][a-zA-Z0-9+.-]+:)/+")
+URI = re.compile("([a-zA-Z][a-zA-Z0-9+.-]+):/+")  # the beginning of one; a Path has lost a slash
 _PIECE = 4096  # names that are Python objects at a time
 
 
 class _Uri(type(Path())):
-    """Of the slashes of a URI, a Path has lost one."""
-
     def __str__(self):
-        return _URI.sub(r"\1//", super().__str__())
+        return URI.sub(r"\1://", super().__str__(), count=1)
 
 
 def expanded(path: Path) -> Path:
     """A path with the home folder in place of "~"; ValueError where there is none. A URI is still one when printed."""
     try:
-        return _Uri(path) if _URI.match(str(path)) else path.expanduser()
+        return _Uri(path) if URI.match(str(path)) else path.expanduser()
     except RuntimeError as error:
         raise ValueError(f"{path}: {error}; expected the name of a user behind ~, or a whole path") from None
 

@@ -62,7 +62,7 @@ class ObjectReader(Reader):
 
     # 110 kB from a store that answers after 30 ms: 241 images/s by 8, 915 by 32, 3,088 by 128, 5,158 by 256 (bench
     # objects).
-    threads = 256
+    threads = objects.AT_A_TIME
 
     def __init__(self, place):
         objects.ready()

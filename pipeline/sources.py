@@ -20,7 +20,7 @@ import numpy as np
 
 from pipeline import objects
 from pipeline.headers import UNPACK, checked, counted, named_as_image, printable
-from pipeline.paths import Paths, expanded
+from pipeline.paths import URI, Paths, expanded
 from pipeline.shards import Shards, Unpacked, natural, stated
 from pipeline.walk import Found, statuses, walk
 
@@ -35,7 +35,6 @@ _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _WANTED = (
     "expected a folder of images, or of class folders with images, or tar shards, Parquet files, a list, or a bucket"
 )
-_SCHEME = re.compile("([a-zA-Z][a-zA-Z0-9+.-]+):/+")  # a Path has lost one slash
 _HUB = "hf download --repo-type dataset {} --local-dir FOLDER"
 _REMOTE = "expected them on a local disk, or images that are objects of their own"
 _LATER = -1  # in the place of a time: of a file that was not asked yet
@@ -45,7 +44,7 @@ def find(root, folder=None, progress=None):
     """The source that ``root`` names, DATA or, of Parquet files, DATA#COLUMN for their labels; ValueError or OSError in
     one line if there is none. ``folder``, of indices, and ``progress``: for ``Unpacked``."""
     data, column = root, ""
-    remote = _SCHEME.match(str(root))
+    remote = URI.match(str(root))
     if "#" in str(root)[1:] and not (remote and remote[1].lower() == "s3") and not root.exists():
         data, _, column = str(root).rpartition("#")
     unpacked = functools.partial(Unpacked, folder=folder, progress=progress, label=column)
@@ -59,7 +58,7 @@ def _find(root, unpacked):
     given = str(root)
     name = root.name.lower()
     if not root.exists():
-        if scheme := _SCHEME.match(given):
+        if scheme := URI.match(given):
             if scheme[1].lower() == "s3":
                 return _bucket(root, objects.SCHEME + given[scheme.end() :])
             raise ValueError(_remote(scheme[1].lower(), given[scheme.end() :]))

@@ -7,7 +7,6 @@ from pathlib import Path
 from pipeline import Index, Loader, inflight, known, memory, objects, trial
 from pipeline import cache as caches
 from pipeline.headers import counted
-from pipeline.readers import ObjectReader
 from pipeline.toy import make_toy
 
 from .ranks import Ranks
@@ -138,7 +137,7 @@ def remote_rate(index: Index) -> str:
             seconds.append(time.perf_counter() - start)
     if not seconds:
         return ""
-    each, many = min(seconds), ObjectReader.threads
+    each, many = min(seconds), objects.AT_A_TIME
     return (
         f"an image of the store takes {1000 * each:.0f} ms, so {many} requests at a time bring at most "
         f"{many / each:,.0f} images/s on each rank"

@@ -153,6 +153,9 @@ def test_a_bucket_is_a_folder(bucket, tmp_path, monkeypatch):
     assert len(Index.scan("s3://b", tmp_path)) == len(Index.scan("S3://b", tmp_path)) == 6
     bucket.files["/b/c%23/0.jpg"] = encoded()
     assert list(Index.scan("s3://b/c#").paths) == ["s3://b/c#/0.jpg"]
+    bucket.files["/b/ab%3A/c/0.jpg"] = encoded()
+    found = Index.scan("s3://b/ab:/c")
+    assert str(found.root) == "s3://b/ab:/c" and list(found.paths) == ["s3://b/ab:/c/0.jpg"]
     cases = [
         ("s3://b/none", "s3://b/none: nothing is there; expected s3://BUCKET, or s3://BUCKET/FOLDER, with images"),
         ("s3://b/data/text", "s3://b/data/text: nothing is there"),
