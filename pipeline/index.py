@@ -231,11 +231,11 @@ class Index:
             index = _build(source, None, progress)
         else:
             signature = _signature(source)
-            index = _kept(known.file(signature), source.root)
-            if index is None:
+            last = index = cls.kept(known.file(signature), source.root)
+            if last is None or _more_to_read(last):
                 with known.scanning() as results:
-                    index = _kept(known.file(signature), source.root)  # another process may have scanned meanwhile
-                    if index is None:
+                    index = cls.kept(known.file(signature), source.root)  # another process may have scanned meanwhile
+                    if index is None or (last and index.rejected == last.rejected):
                         index = _build(source, results, progress)
                         if len(index):
                             index.keep(known.file(signature))
@@ -251,11 +251,10 @@ class Index:
         return index
 
 
-def _kept(path, root):
-    """The index that was kept, unless a file can be read now that could not then."""
-    index = Index.kept(path, root)
-    then = [path for path, reason in index.rejected.items() if headers.refused(reason)] if index else []
-    return index if not then or all(map(headers.refused, headers.read_headers(root, then))) else None
+def _more_to_read(index):
+    """Whether a file can be read now that could not when the index was made."""
+    then = [path for path, reason in index.rejected.items() if headers.refused(reason)]
+    return bool(then) and not all(map(headers.refused, headers.read_headers(index.root, then)))
 
 
 def _opened(path, root):

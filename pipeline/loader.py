@@ -331,7 +331,7 @@ def _others(index, sample):
     """A few samples from all over the index that come from the same store as this one."""
     path = index.paths[sample]
     if path.startswith(objects.SCHEME):
-        same = index.paths.beginning("/".join(path.split("/")[:3]) + "/")
+        same = index.paths.beginning(objects.bucket_of(path))
     else:
         same = np.setdiff1d(np.arange(len(index)), index.paths.beginning(objects.SCHEME), assume_unique=True)
     start = np.searchsorted(same, sample)

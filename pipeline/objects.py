@@ -64,6 +64,11 @@ def parsed(uri: str, *, folder: bool = False) -> tuple[str, str]:
     return bucket, key
 
 
+def bucket_of(uri: str) -> str:
+    """What the URIs of all objects of a bucket begin with, s3://BUCKET/, by that of one of them."""
+    return "/".join(uri.split("/")[:3]) + "/"
+
+
 def get(uri: str, offset: int = 0, length: int = -1) -> np.ndarray:
     """So many bytes of an object from ``offset`` on, or all: uint8 [bytes]; one request; OSError as by ``_asked``."""
     whole = not offset and length < 0

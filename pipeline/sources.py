@@ -145,7 +145,6 @@ def _bucket(root, uri):
     if kind or tars:
         kind = kind or _kind(tars[0])
         raise ValueError(f"{printable(uri)}: {kind} files are not read from S3; {_REMOTE}")
-    bucket = "/".join(uri.split("/")[:3]) + "/"
     if not there:
         raise ValueError(
             f"{printable(uri)}: nothing is there; expected s3://BUCKET, or s3://BUCKET/FOLDER, with images"
@@ -153,7 +152,7 @@ def _bucket(root, uri):
     visible = [
         one for one in there if (one[1] or named_as_image(one[0])) and not re.search(r"(^|/)\.", one[0])
     ]  # what is empty may stand for a folder
-    names = "".join(f"{bucket}{key}\0" for key, *_ in visible).encode("utf-8", "surrogateescape")
+    names = "".join(f"{objects.bucket_of(uri)}{key}\0" for key, *_ in visible).encode("utf-8", "surrogateescape")
     stamps = np.array([stamp for _, *stamp in visible], np.int64).reshape(-1, 2)
     return Bucket(expanded(root), Found(names, stamps, {}), uri.rstrip("/") + "/")
 

@@ -89,8 +89,9 @@ def test_sizes_that_no_line_has_are_read_by_one_request_each(bucket, tmp_path):
     bucket.asked.clear()
     assert Index.scan(tmp_path / "list.txt", tmp_path / "cache").fingerprint == index.fingerprint
     assert sorted(bucket.asked) == [("GET", "/b/2"), ("GET", "/b/n")]
-    bucket.answers.clear()
+    bucket.answers.clear(), bucket.asked.clear()
     index = Index.scan(tmp_path / "list.txt", tmp_path / "cache")
+    assert bucket.asked.count(("GET", "/b/2")) == 2, "whether it can be had now, and as all are that were read with it"
     assert labelled(index) == found | {"s3://b/2": (None, 32, 50)} and index.rejected == gone
 
 
