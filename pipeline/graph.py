@@ -16,7 +16,6 @@ itself: every parameter comes with the batch. Facts it relies on (DALI 2.4; the 
 """
 
 import collections
-import concurrent.futures
 import dataclasses
 import errno
 import io
@@ -28,6 +27,7 @@ from PIL import Image
 
 from pipeline import formats, headers, objects, waiting
 from pipeline.headers import MAY_PASS
+from pipeline.latency import Threads
 
 _LUMA = np.array([0.299, 0.587, 0.114])  # ITU-R BT.601, as Pillow and torchvision weigh grey
 # What is said of one file as well as of all of them, where credentials have expired.
@@ -275,7 +275,7 @@ def _read(images):
         except (OSError, ValueError) as error:
             return error
 
-    pool, ahead = concurrent.futures.ThreadPoolExecutor(_AHEAD), collections.deque()
+    pool, ahead = Threads(_AHEAD), collections.deque()
     try:
         for image in images:
             ahead.append(pool.submit(result, image))
@@ -284,7 +284,7 @@ def _read(images):
         while ahead:
             yield waiting.result(ahead.popleft())
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        pool.shutdown(cancel_futures=True)
 
 
 def read(path, offset=0, length=-1):

@@ -1,10 +1,9 @@
 """What a file holds: the size of an image, or the samples of a tar and theirs; nothing but headers is read for it.
 
 This file is also the program of the processes that share the work, and therefore imports nothing of the package but
-three neighbours, which import nothing of it.
+three neighbours, which import nothing else of it.
 """
 
-import concurrent.futures
 import errno
 import itertools
 import json
@@ -17,11 +16,11 @@ import tarfile
 
 if __package__:
     from pipeline import formats, objects
-    from pipeline.latency import concurrently
+    from pipeline.latency import Threads, concurrently
 else:
     import formats
     import objects
-    from latency import concurrently
+    from latency import Threads, concurrently
 
 # Why a file cannot be read although nothing may be wrong with it: what network file systems say of their servers, and
 # what a process has run out of. EREMOTEIO is that of ``objects.get``.
@@ -63,7 +62,7 @@ def read_headers(root, paths):
         return _read_file(path if path.startswith(WHOLE) else root + path)
 
     if any(path.startswith(objects.SCHEME) for path in paths):
-        with concurrent.futures.ThreadPoolExecutor(objects.AT_A_TIME) as pool:
+        with Threads(objects.AT_A_TIME) as pool:
             return list(pool.map(one, paths))
 
     def read(first):

@@ -1,6 +1,5 @@
 """What reads encoded images by itself, where DALI does not: out of tar files, and from object stores."""
 
-import concurrent.futures
 import contextlib
 import errno
 import functools
@@ -10,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from pipeline import graph, objects, waiting
+from pipeline.latency import Threads
 
 _OPEN = 256  # shards kept open; many systems allow a process 1,024 files
 
@@ -21,14 +21,14 @@ class Reader:
     threads: int
 
     def __init__(self):
-        self._pool, self._closed = concurrent.futures.ThreadPoolExecutor(self.threads), False
+        self._pool, self._closed = Threads(self.threads), False
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
         self._closed = True
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(cancel_futures=True)
 
     def read(self, sample: int) -> np.ndarray:
         """The file of an image, uint8 [bytes]; OSError where it cannot be read whole."""

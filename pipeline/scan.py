@@ -1,6 +1,5 @@
 """Reading the headers of many files: in pieces, by several processes where that pays, each piece kept as it is done."""
 
-import concurrent.futures
 import contextlib
 import functools
 import hashlib
@@ -18,6 +17,7 @@ import numpy as np
 from pipeline import formats, headers, waiting
 from pipeline.cache import Results
 from pipeline.headers import printable
+from pipeline.latency import Threads
 
 _PARALLEL = 50_000  # images from which a process pool pays for its start
 _PIECE = 4096  # images that are read, and kept, at a time
@@ -49,7 +49,7 @@ def read(
     firsts, outage = range(0, len(paths), size), waiting.Outage()
     with contextlib.ExitStack() as stack:
         if workers > 1:
-            work, pool = stack.enter_context(_workers(workers)), concurrent.futures.ThreadPoolExecutor(workers)
+            work, pool = stack.enter_context(_workers(workers)), Threads(workers)
             stack.callback(pool.shutdown, cancel_futures=True)
             parts = pool.map(results, firsts)
         else:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import urllib.parse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -64,7 +65,8 @@ def photos(tmp_path_factory) -> Path:
 class Bucket:
     """A server on this machine that answers as S3 does: ``files`` {path: content}, ``asked`` the (method, path) so far.
 
-    ``answers`` {"GET" or path: how} is how it answers instead: by an HTTP status, "nothing", or "part" of the content.
+    ``answers`` {"GET" or path: how} is how it answers instead: by an HTTP status, "nothing", or "part" of the content;
+    a GET "hangs" until that is no answer any more.
     """
 
     def __init__(self):
@@ -79,7 +81,9 @@ class Bucket:
                 if "list-type=2" in self.path:
                     content = bucket.listing(urllib.parse.parse_qs(urllib.parse.urlsplit(self.path).query))
                 how = bucket.answers.get(self.path, bucket.answers.get("GET", 200)) if content is not None else 404
-                if how == "nothing":
+                while bucket.answers.get("GET") == "hangs":
+                    time.sleep(0.05)
+                if how in ("nothing", "hangs"):
                     return
                 body, first, ranged = content or b"", 0, self.headers.get("Range")
                 if how in names:

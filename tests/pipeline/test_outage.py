@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import signal
 import tarfile
 import threading
 import time
@@ -316,7 +317,7 @@ def test_a_request_to_stop_ends_the_waiting(monkeypatch):
 
 def test_a_request_to_stop_does_not_wait_for_what_hangs(monkeypatch):
     """Nor does anything begin to be read behind it; what comes soon is still taken."""
-    answer, asked = threading.Event(), []
+    answer, asked, others = threading.Event(), [], set(threading.enumerate())
 
     class Hangs(readers.Reader):
         threads = 2
@@ -337,5 +338,23 @@ def test_a_request_to_stop_does_not_wait_for_what_hangs(monkeypatch):
             with pytest.raises(waiting.Stopped):
                 wait()
     answer.set()
-    reader._pool.shutdown()
+    for thread in set(threading.enumerate()) - others:
+        thread.join(60)
     assert sorted(asked) == [4, 5, 8]
+
+
+def test_ctrl_c_does_not_wait_for_a_store_that_hangs(bucket, tmp_path):
+    """In a scan of objects, nor in one of a bucket; nor does the process at its end, by the threads that do."""
+    bucket.files, bucket.answers["GET"] = {f"/b/{i}": jpeg(i) for i in range(4)}, "hangs"
+    (tmp_path / "list.txt").write_text("".join(f"s3://b/{i}\n" for i in range(4)))
+    others, handler = set(threading.enumerate()), signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for source in (tmp_path / "list.txt", "s3://b"):
+            start = time.monotonic()
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            with pytest.raises(KeyboardInterrupt):
+                Index.scan(source)
+            assert time.monotonic() - start < 2
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+    assert all(thread.daemon for thread in set(threading.enumerate()) - others)
