@@ -1,5 +1,6 @@
 """A function on a GPU, recorded as CUDA graphs: launched as a whole, its kernels wait for no Python."""
 
+import contextlib
 import sys
 import weakref
 from collections.abc import Callable
@@ -24,7 +25,7 @@ class Recorded:
     Its results are tensors too, of which copies are returned, and whatever else differs from call to call has to be in
     memory that stays where it is. A graph's own memory is shared with the others: only one set of activations is held.
 
-    Where recording fails, one line on stderr says so, ``clean`` takes back what was done halfway, and the calls go on
+    Where recording fails, one line on stderr says so, ``clean`` takes back what was done halfway, and all calls go on
     as they are. The first ``WARM_UP`` calls are not recorded.
     """
 
@@ -65,6 +66,12 @@ class Recorded:
                 results = self.function(*tensors)
         except RuntimeError as error:
             self.failed = True
+            # With the one that failed torch may free the workspace of cuBLAS on this stream, in which the others write
+            # (2.14, pytorch issue 193402). And beside the memory of graphs, that of steps without them may not fit.
+            self.graphs.clear()
+            if torch.__version__ < "2.13":  # takes itself to be recording for ever, and frees no cached memory any more
+                with contextlib.suppress(RuntimeError):
+                    torch._C._cuda_endAllocateToPool(self.stream.device_index, self.pool)
             self.clean()
             reason = str(error.__context__ or error).strip().splitlines()[0]  # the recording's own end may fail too
             print(f"steps go on without a CUDA graph, which could not be recorded: {reason}", file=sys.stderr)

@@ -73,7 +73,7 @@ def on_paper(monkeypatch):
         finally:
             graph.undo()
 
-    stream = SimpleNamespace(wait_stream=lambda other: None)
+    stream = SimpleNamespace(wait_stream=lambda other: None, device_index=0)
     for name, value in {
         "CUDAGraph": Graph, "graph": recording, "Stream": lambda: stream, "current_stream": lambda: stream,
         "stream": lambda stream: contextlib.nullcontext(), "graph_pool_handle": lambda: "the one pool",
@@ -111,9 +111,13 @@ def test_recorded_steps_are_the_steps(on_paper, more):
     assert len(training.recorded.graphs) == 4 and not training.recorded.failed
 
 
-def test_a_recording_that_fails_is_said_and_changes_nothing(on_paper, monkeypatch, capsys):
-    plain, training = Training(CONFIG, CPU), recording(CONFIG)
+@pytest.mark.parametrize("version", ["2.12.1+cu130", "2.13.0"])
+def test_a_recording_that_fails_is_said_and_changes_nothing(on_paper, monkeypatch, capsys, version):
+    """Also where it is the third: no other graph is used any more. An older torch is told that no recording goes on."""
+    plain, training, told = Training(CONFIG, CPU), recording(CONFIG), []
     graph = torch.cuda.graph
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *which: told.append(which))
 
     def collect():  # all gradients are there by now
         raise RuntimeError("operation not permitted\nwhen stream is capturing")
@@ -121,7 +125,8 @@ def test_a_recording_that_fails_is_said_and_changes_nothing(on_paper, monkeypatc
     @contextlib.contextmanager
     def failing(*args, **how):
         with graph(*args, **how), monkeypatch.context() as patch:
-            patch.setattr(training.flat, "collect", collect)
+            if len(training.recorded.graphs) == 2:
+                patch.setattr(training.flat, "collect", collect)
             yield
 
     monkeypatch.setattr(torch.cuda, "graph", failing)
@@ -129,6 +134,7 @@ def test_a_recording_that_fails_is_said_and_changes_nothing(on_paper, monkeypatc
     assert same(state(training), state(plain))
     line = "steps go on without a CUDA graph, which could not be recorded: operation not permitted\n"
     assert capsys.readouterr().err == line
+    assert not training.recorded.graphs and told == [(0, "the one pool")] * (version < "2.13")
 
 
 def test_no_graph_is_left_when_the_ranks_part(on_paper, monkeypatch):
