@@ -62,12 +62,13 @@ def save(folder: Path, step: int, state: dict[str, Any], *, last: int, every: in
 def copied(**parts: Any) -> dict[str, Any]:
     """The state dicts of parts, of those that are not None, with copies of the tensors where they are: on a GPU they
     are made in the order of its work, and nobody waits. What shares a storage (``model/flat.py``) is copied at once.
-    What a GPU has no room for, beside what torch has taken for the training, is copied to the CPU, and waited for."""
-    room: dict[torch.device, int] = {}  # bytes that nobody has
+    What does not fit into half of what nobody has of a GPU's memory is copied to the CPU, and waited for: what torch
+    has taken the next step needs, and the decoder may need more."""
+    room: dict[torch.device, int] = {}  # bytes
 
     def cloned(whole: Tensor) -> Tensor:
         if whole.is_cuda:
-            room.setdefault(whole.device, torch.cuda.mem_get_info(whole.device)[0])
+            room.setdefault(whole.device, torch.cuda.mem_get_info(whole.device)[0] // 2)
             room[whole.device] -= len(whole)
             if room[whole.device] < 0:
                 return whole.cpu()

@@ -1,5 +1,6 @@
 import errno
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -118,6 +119,16 @@ def test_what_fails_first_is_what_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint.zipfile, "ZipFile", torn)
     with pytest.raises(ValueError, match=r"is damaged \(EOFError\)"):
         checkpoint.newest(tmp_path)
+
+
+def test_a_copy_leaves_a_gpu_half_of_what_nobody_has(monkeypatch):
+    """Played on a CPU, where ``cpu()`` copies nothing."""
+    flat = torch.arange(64.0)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    for free, fits in ((511, False), (512, True)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, 0))
+        copy = checkpoint.copied(part=SimpleNamespace(state_dict=lambda: {"flat": flat}))["part"]["flat"]
+        assert torch.equal(copy, flat) and (copy.data_ptr() != flat.data_ptr()) == fits
 
 
 @pytest.mark.parametrize(
