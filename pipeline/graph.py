@@ -247,6 +247,7 @@ def probe(images, device_id):
 
     _hush()
     alone = graph()
+    alone.build()  # what fails in this is no image's fault
     for encoded in _read(images):
         if isinstance(encoded, OSError):
             yield encoded if encoded.errno in MAY_PASS | UNCLEAR else encoded.strerror
@@ -260,8 +261,11 @@ def probe(images, device_id):
             yield str(error)
         except RuntimeError as error:
             alone = graph()  # nothing promises that a pipeline goes on after an error
+            alone.build()
             said = _cause(error)
-            its_own = "decode" in said or "nvImageCodec failure" in said  # these say no more than that it failed
+            # These say no more than that it failed, but not for want of a GPU's memory: where a decoder fails,
+            # nvImageCodec goes on to its next one, and to those of the CPU last.
+            its_own = "decode" in said or "nvImageCodec failure" in said
             yield "does not decode (truncated or corrupt)" if its_own else f"does not decode ({said})"
 
 

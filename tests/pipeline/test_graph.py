@@ -195,6 +195,18 @@ def test_a_probe_tells_bad_files_from_good_ones(tmp_path):
     assert reasons["empty.jpg"] == "empty file" and "No such file" in reasons["gone.jpg"]
 
 
+def test_a_decoder_that_does_not_start_is_no_fault_of_an_image(tmp_path, monkeypatch):
+    from nvidia.dali import Pipeline
+
+    def build(pipeline):
+        raise RuntimeError("encountered:\nnvImageCodec failure: '#8'")
+
+    photo(40, 60).save(tmp_path / "good.jpg")
+    monkeypatch.setattr(Pipeline, "build", build)
+    with pytest.raises(RuntimeError, match="'#8'"):
+        list(graph.probe([str(tmp_path / "good.jpg")], None))
+
+
 def test_files_are_read_by_names_of_any_kind(tmp_path):
     """As one padded array: short and as long as they may be, of any bytes but NUL and the slash."""
     from nvidia.dali import fn, pipeline_def
