@@ -206,12 +206,13 @@ def _decoded(index, plan, numbers, views, settings, device, found, record):
     gpu = device.type == "cuda"
     device_id = _number(device) if gpu else None
     retried, outage = False, waiting.Outage()
+    most = memory.most_pixels(device)  # once: later a GPU's memory is in use, also by what parts take
     recorded = inflight.Record(record, index.fingerprint) if record else contextlib.nullcontext()
     held = Held(lambda: torch.cuda.current_stream(device).record_event()) if gpu else contextlib.nullcontext()
     with index.open() or contextlib.nullcontext() as reader, recorded, held:
         while True:
             planned, done = collections.deque(), []  # what is in flight: (number, plan, part); parts of a batch
-            note, most = recorded.note if record else None, memory.most_pixels(device)
+            note = recorded.note if record else None
             source = _source(_parts(index, reader, plan, numbers, most), planned, note)
             pipeline = graph.pipeline(source, views, device_id=device_id, files=reader is None, **settings)
             while True:
@@ -231,6 +232,8 @@ def _decoded(index, plan, numbers, views, settings, device, found, record):
                         outage.wait(f"batch {number}", "each of its images can be read alone")
                     found(bad)
                     numbers, retried = range(number, numbers.stop), not bad
+                    if memory.lacking(str(error)):
+                        most = memory.most_pixels(device)
                     break
                 _, whole, part = planned.popleft()
                 done.append([torch.from_dlpack(output.as_tensor()) for output in outputs])
@@ -243,7 +246,7 @@ def _decoded(index, plan, numbers, views, settings, device, found, record):
                     yield whole, tensors
                 finally:
                     if gpu:
-                        held.until_read((done, tensors))
+                        held.until_read(done)
                 done = []
 
 

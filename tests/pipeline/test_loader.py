@@ -116,7 +116,8 @@ def test_the_order_of_the_next_epoch_is_computed_while_this_one_runs(root, monke
 
 
 def test_a_batch_of_many_pixels_is_decoded_in_parts_and_is_the_same(root, monkeypatch):
-    """Also where files go bad in one of its parts; each part is on record by itself."""
+    """Also where files go bad in one of its parts; each part is on record by itself. How large parts are is decided at
+    the start: later on a GPU's memory is in use, most of it by what parts take."""
     index, sizes, notes = Index.scan(root), [], []
     whole = list(loader(index).batches(0, 8))
     broken = whole[0].sample[[0, 11]].tolist() + whole[2].sample[[3, 4]].tolist()
@@ -124,13 +125,15 @@ def test_a_batch_of_many_pixels_is_decoded_in_parts_and_is_the_same(root, monkey
     load = loader(index)
     whole, how = list(load.batches(0, 8)), {"image_size": 24, "batch_size": 9, "device": CPU, "threads": 1}
     seen = [tensor for images, *more in evaluation_batches(index, np.arange(N), **how) for tensor in (images, *more)]
+    asked, most = [], memory.most_pixels
     monkeypatch.setattr(memory, "_MOST", 15_000)
+    monkeypatch.setattr(memory, "most_pixels", lambda device: asked.append(1) or most(device))
     monkeypatch.setattr(inflight.Record, "note", lambda _, sample: notes.append(sample))
     monkeypatch.setattr(
         loader_module, "_probe", lambda *a, probe=loader_module._probe: sizes.append(len(a[2])) or probe(*a)
     )
     cut = loader(index, record=root.with_name("record"))
-    assert all_same(whole, cut.batches(0, 8)) and cut.bad == load.bad
+    assert all_same(whole, cut.batches(0, 8)) and cut.bad == load.bad and len(asked) == 1
     assert min(sizes) >= 1 and max(sizes) <= 6 and {len(note) for note in notes} <= {1, 2, 3, 4, 5, 6}
     got = [tensor for images, *more in evaluation_batches(index, np.arange(N), **how) for tensor in (images, *more)]
     assert same(seen, got)
@@ -265,9 +268,15 @@ def test_so_many_bad_files_are_allowed():
     assert {case: bad_limit(*case) for case in table} == table
 
 
-@pytest.mark.parametrize("often", [{2: 1}, {0: 1, 1: 1, 3: 1}, {2: 2}], ids=str)
-def test_a_batch_that_fails_for_no_reason_is_tried_once_more(root, monkeypatch, often):
-    """``often``: how often it fails, by batch."""
+@pytest.mark.parametrize(
+    "often, why",
+    [({2: 1}, "CUDA allocation failed"), ({0: 1, 1: 1, 3: 1}, "out of luck"), ({2: 2}, "out of luck")],
+    ids=str,
+)
+def test_a_batch_that_fails_for_no_reason_is_tried_once_more(root, monkeypatch, often, why):
+    """``often``: how often it fails, by batch. For want of memory: in parts that fit into what there is then."""
+    asked, most = [], memory.most_pixels
+    monkeypatch.setattr(memory, "most_pixels", lambda device: asked.append(1) or most(device))
     index, failing = Index.scan(root), dict(often)
     expected = list(loader(index).batches(0, 4))
     make, given = graph.pipeline, []
@@ -280,7 +289,7 @@ def test_a_batch_that_fails_for_no_reason_is_tried_once_more(root, monkeypatch, 
                 outputs = made.run(stream)
                 if failing.get(len(given), 0) > 0:
                     failing[len(given)] -= 1
-                    raise RuntimeError("out of luck")
+                    raise RuntimeError(why)
                 return outputs
 
         return Failing()
@@ -292,7 +301,7 @@ def test_a_batch_that_fails_for_no_reason_is_tried_once_more(root, monkeypatch, 
         for batch in load.batches(0, 4):
             given.append(batch)
     assert not any(failing.values()) and all_same(expected[: 2 if fails else 4], given)
-    assert not load.bad
+    assert not load.bad and len(asked) == 2 + memory.lacking(why)  # one more for what is expected
 
 
 def test_an_index_of_which_nothing_decodes_ends(tmp_path):
