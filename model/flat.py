@@ -79,7 +79,9 @@ class FlatParameters:
     def collect(self, *, add: bool = False) -> Tensor:
         """``gradient``, from the gradients of the parameters of the network that runs, which are let go; ``add``: to
         what it is, of those that have one."""
-        found: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}  # a call for each is one kernel on a GPU
+        # A call for each is a few kernels on a GPU; only the sum of bfloat16 and float32 torch does one by one (2.14).
+        # Copies in float32 before it would be few kernels too, but 18 bytes a parameter pass instead of 10.
+        found: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
         for parameter, place in zip(self._running, self._gradients, strict=True):
             if add and parameter.grad is None:
                 continue

@@ -18,7 +18,8 @@ from pipeline.headers import counted
 
 _MOST = 1 << 29  # pixels: 1.6 GB decoded; 22 images of 24 megapixels, enough for all threads to have something to do
 _COMMON, _WORST = 7, 13  # bytes a pixel, of compressed images of 8 bits and of any; see above
-_BATCHES = 4  # of views that there are at a time: two ahead, one that is made, one in use
+# Of views that there are at a time: one ahead, one in use and, on a GPU, two that are still read (``held.py``).
+_BATCHES = 4
 _WORTH_SAYING = 1e9  # bytes
 _ROOT = Path("/")
 
