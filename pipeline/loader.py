@@ -289,18 +289,20 @@ def _probe(index, reader, sample, device_id, outage):
     """{sample: reason} of the images that do not decode or are not there; those that cannot be read are waited for.
     MemoryError where there is not enough memory to decode one."""
 
-    def image(s):
-        read = functools.partial(reader.read, s) if reader else functools.partial(graph.read, index.file(s))
-        return functools.partial(_checked, read, index.sizes[s].tolist())
+    read = reader.read if reader else lambda s: graph.read(index.file(s))
+    again = reader.again if reader else read
+
+    def images(samples, read):
+        return (functools.partial(_checked, functools.partial(read, s), index.sizes[s].tolist()) for s in samples)
 
     bad, looks, todo = {}, 0, sample.tolist()
     while todo:
         unclear = {}
-        with contextlib.closing(graph.probe(map(image, todo), device_id)) as results:
+        with contextlib.closing(graph.probe(images(todo, again), device_id)) as results:
             for place, (s, result) in enumerate(zip(todo, results, strict=True)):
                 if isinstance(result, OSError):
                     alone = result.errno in graph.UNCLEAR and (
-                        unclear or None in graph.probe(map(image, _others(index, s)), device_id)
+                        unclear or None in graph.probe(images(_others(index, s), read), device_id)
                     )
                     if not alone:
                         outage.wait(printable(index.paths[s]), result.strerror)

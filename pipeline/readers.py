@@ -22,6 +22,7 @@ class Reader:
 
     def __init__(self):
         self._pool, self._closed = Threads(self.threads), False
+        self._had = {}  # {sample: file} for ``again``
 
     def __enter__(self):
         return self
@@ -34,23 +35,32 @@ class Reader:
         """The file of an image, uint8 [bytes]; OSError where it cannot be read whole."""
         raise NotImplementedError
 
+    def again(self, sample: int) -> np.ndarray:
+        """The same; without reading it, if it was read in vain, as others that were begun with it could not be."""
+        file = self._had.get(sample)
+        return self.read(sample) if file is None else file
+
     def begin(self, samples: list[int]) -> Callable[[], list[np.ndarray]]:
         """Begins to read the files of several; what is returned waits for them, as ``waiting.result`` does. What cannot
-        be read becomes one byte, which will not decode."""
-        files = [np.zeros(1, np.uint8)] * len(samples)
+        be read becomes one byte, which will not decode; the others are kept until they are begun again."""
+        lacking = np.zeros(1, np.uint8)
+        files = [lacking] * len(samples)
 
         def read(first):
             for i in range(first, len(samples), self.threads):
                 with contextlib.suppress(OSError):
                     if self._closed:
                         return
-                    files[i] = self.read(samples[i])
+                    files[i] = self.again(samples[i])
+                    self._had.pop(samples[i], None)
 
         begun = [self._pool.submit(read, first) for first in range(min(self.threads, len(samples)))]
 
         def wait():
             for part in begun:
                 waiting.result(part)
+            if any(file is lacking for file in files):
+                self._had |= {i: file for i, file in zip(samples, files, strict=True) if file is not lacking}
             return files
 
         return wait

@@ -128,6 +128,18 @@ def test_an_object_that_alone_is_forbidden_is_looked_at_again(bucket, remote, cl
     assert list(epoch(remote)[1]) == [GONE]
 
 
+def test_a_store_that_forbids_all_within_a_batch_is_waited_for(bucket, remote, clock, capfd):
+    """What was read of it before says nothing for the store."""
+
+    class Answers(dict):
+        def get(self, path, default=None):
+            return 403 if path == "/b/1.jpg" or len(bucket.asked) > N else default
+
+    bucket.answers, clock.then = Answers(), lambda: setattr(bucket, "answers", {})
+    assert list(epoch(remote)[1]) == [GONE]
+    assert "s3://b/1.jpg cannot be read (403 Forbidden" in capfd.readouterr().err
+
+
 def test_a_store_that_fails_batches_only_is_waited_for(bucket, remote, clock, monkeypatch):
     """It fails now and then, so that each image can be read but never all of a batch."""
     monkeypatch.setattr(graph, "probe", lambda images, device: (None for _ in images))
