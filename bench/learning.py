@@ -12,6 +12,7 @@ import numpy as np
 
 from bench import environment
 from bench.findings import bar, finding, plot
+from bench.variants.changes import BY_NAME
 from pipeline import Index
 
 ARMS = {
@@ -22,6 +23,7 @@ ARMS = {
     "one-group": "APS, one group instead of four, as many steps",
     **{f"window-{size}": f"APS, the groups of {size} batches in turn" for size in (4, 16)},
     **{f"redeal-{size}": f"APS, the groups of {size} batches in turn, images dealt anew" for size in (4, 16)},
+    **{name: f"APS, {BY_NAME[name].what}" for name in ("key-gelu", "fp8-keys")},
 }
 
 

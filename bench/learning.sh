@@ -6,9 +6,10 @@
 #   python -m bench learning runs/learning          the table, also while the runs go on
 #
 # All arms take the same number of optimizer steps of pretraining (one group: from four times as many loaded images) and
-# the same fine-tuning; window-N takes the groups of N batches in turn, redeal-N deals their images anew for each step
-# (neither is among the default ARMS). "scratch" is the fine-tuning alone, "scratch-long" takes as much arithmetic as pretraining (a pair
-# is 2 x 17 tokens, an image 65) and fine-tuning together.
+# the same fine-tuning. "scratch" is the fine-tuning alone, "scratch-long" takes as much arithmetic as pretraining (a pair
+# is 2 x 17 tokens, an image 65) and fine-tuning together. Not among the default ARMS: window-N takes the groups of N
+# batches in turn, redeal-N deals their images anew for each step; key-gelu and fp8-keys are pretraining with these variants
+# of the step (bench/variants), whose momentum networks compute in another form.
 # Runs that are complete are left alone and others continued, so the same command goes on after a stop.
 # Settings by the environment: OUT, SEEDS, ARMS, JOBS (runs at a time), TRAIN_IMAGES and EVAL_IMAGES (as many of each class, evenly
 # spaced; 0: all), KNN_IMAGES (a quarter as many queries), EPOCHS of pretraining, TUNE_EPOCHS (0: none) and LONG_EPOCHS of
@@ -30,9 +31,10 @@ mkdir -p "$OUT"
 "$python" -m bench learning "$OUT" --list "$EVAL" --images "${EVAL_IMAGES:-2000}" >"$OUT/eval.txt"
 
 data="--data $OUT/train.txt --eval-data $OUT/eval.txt --threads 1 --log-every 50"
-pretrain() { # ARM SEED EPOCHS [OPTIONS]: pretraining, then fine-tuning
+program=train.py
+pretrain() { # ARM SEED EPOCHS [OPTIONS]: pretraining by $program, then fine-tuning
     local run=$OUT/$1-$2
-    echo "[ -e $run/encoder/config.json ] || $python train.py --recipe cifar-vit-t $data --seed $2 --output $run --epochs $3" \
+    echo "[ -e $run/encoder/config.json ] || $python $program --recipe cifar-vit-t $data --seed $2 --output $run --epochs $3" \
         "--warmup-epochs $(awk "BEGIN { print $3 / 10 }") --knn-images ${KNN_IMAGES:-${TRAIN_IMAGES:-10000}} $MODEL ${*:4} >$run.log 2>&1;" \
         "$(tune "$1" "$2" "$TUNE_EPOCHS" --encoder "$run")"
 }
@@ -50,10 +52,11 @@ for seed in $SEEDS; do
             uniform) pretrain "$arm" "$seed" "$EPOCHS" --power 0 ;;
             one-group) pretrain "$arm" "$seed" $((4 * EPOCHS)) --groups 1 ;;
             window-*) pretrain "$arm" "$seed" "$EPOCHS" --window "${arm#*-}" ;;
+            key-gelu | fp8-keys) program="-m bench.variants.pretrain $arm" pretrain "$arm" "$seed" "$EPOCHS" ;;
             redeal-*) pretrain "$arm" "$seed" "$EPOCHS" --window "${arm#*-}" --redeal ;;
             scratch) tune "$arm" "$seed" "$TUNE_EPOCHS" --encoder none $shape ;;
             scratch-long) tune "$arm" "$seed" "$LONG_EPOCHS" --encoder none $shape ;;
-            *) echo "ARMS: $arm is none; expected some of aps, uniform, one-group, window-N, redeal-N, scratch, scratch-long" >&2 && exit 2 ;;
+            *) echo "ARMS: $arm is none; expected some of aps, uniform, one-group, window-N, redeal-N, key-gelu, fp8-keys, scratch, scratch-long" >&2 && exit 2 ;;
         esac
     done
 done | xargs -P "$JOBS" -d '\n' -n 1 bash -c
