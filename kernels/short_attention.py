@@ -170,13 +170,26 @@ def attention_of_one(query, others, *, heads):
     """What one token, queries [B,1,H*D], gets from all: packed keys and values [B,T,2*H*D], in (k/v, head, dimension)
     order. Returns [B,1,H*D].
 
-    By torch's ``scaled_dot_product_attention``; in half precision on a CPU, where that takes five times as long, by
-    plain products with scores in float32.
+    On a GPU by sums of products in float32, of which the compiler makes kernels that read keys and values once in each
+    direction. torch would choose cuDNN there, whose backward pass fails for one query (pytorch#138529). On a CPU by
+    torch's ``scaled_dot_product_attention``; in half precision, where that takes three times as long, by plain products
+    with scores in float32.
     """
-    q = query.unflatten(2, (heads, -1)).transpose(1, 2)
-    k, v = (part.transpose(1, 2) for part in others.unflatten(2, (2, heads, -1)).unbind(2))
-    if query.device.type == "cpu" and query.dtype in DTYPES:
+    q = query.unflatten(2, (heads, -1))
+    k, v = others.unflatten(2, (2, heads, -1)).unbind(2)
+    if query.device.type != "cpu":
+        return one_by_sums(q, k, v).flatten(2)
+    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+    if query.dtype in DTYPES:
         with torch.autocast("cpu", enabled=False):
             weights = (q.float() @ k.float().transpose(2, 3) / q.shape[3] ** 0.5).softmax(-1)
             return (weights.to(v.dtype) @ v).transpose(1, 2).flatten(2)
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def one_by_sums(q, k, v):
+    """Attention of one query, [B,1,H,D], to k and v [B,T,H,D]: [B,1,H,D] of the type of v, in float32 or wider between."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    q, k, values = (part.to(wide) for part in (q, k, v))
+    weights = ((q * k).sum(3, keepdim=True) * q.shape[3] ** -0.5).softmax(1)
+    return (weights * values).sum(1, keepdim=True).to(v.dtype)

@@ -1,3 +1,5 @@
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,6 +27,22 @@ def by_torch(qkv, gradient, heads):
     return out.detach(), torch.autograd.grad(out, qkv, gradient)[0]
 
 
+def of_one(attend, qkv, gradient):
+    """What ``attend`` gives the first token, and the gradient of all."""
+    qkv = qkv.detach().requires_grad_()
+    query, others = qkv.split((qkv.shape[2] // 3, qkv.shape[2] // 3 * 2), 2)
+    out = attend(query[:, :1], others)
+    return out.detach(), torch.autograd.grad(out, qkv, gradient[:, :1])[0]
+
+
+def one_by_torch(qkv, gradient, heads):
+    """Of the first token alone, by torch's attention of all."""
+    only = torch.zeros_like(gradient)
+    only[:, 0] = gradient[:, 0]
+    out, back = by_torch(qkv, only, heads)
+    return out[:, :1], back
+
+
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_reference_equals_torch_in_float64(size):
     qkv, gradient = arguments(*size, dtype=torch.float64)
@@ -32,6 +50,14 @@ def test_reference_equals_torch_in_float64(size):
     torch.testing.assert_close(kernels.attention(qkv, heads=size[2]), out)
     torch.testing.assert_close(reference.attention(qkv, heads=size[2]), out)
     torch.testing.assert_close(reference.attention_backward(qkv, gradient, size[2]), back)
+
+    def by_sums(query, others):
+        q, (k, v) = query.unflatten(2, (size[2], -1)), others.unflatten(2, (2, size[2], -1)).unbind(2)
+        return short_attention.one_by_sums(q, k, v).flatten(2)
+
+    one = one_by_torch(qkv, gradient, size[2])
+    for attend in (by_sums, functools.partial(kernels.attention_of_one, heads=size[2])):
+        torch.testing.assert_close(of_one(attend, qkv, gradient), one)
 
 
 def test_interpreted_kernels_equal_reference(tmp_path):
@@ -69,10 +95,14 @@ def test_half_precision_is_as_close_as_torch(size, dtype, device):
     qkv, gradient = (x.to(device) for x in arguments(*size, dtype=dtype))
     want = by_torch(qkv.double(), gradient.double(), size[2])
     theirs = by_torch(qkv, gradient, size[2])
+    want += one_by_torch(qkv.double(), gradient.double(), size[2])
+    theirs += one_by_torch(qkv, gradient, size[2])
     qkv.requires_grad_()
     with torch.autocast(device, torch.bfloat16):  # as in training; nothing of it may reach the inside
         out = kernels.attention(qkv, heads=size[2])
         ours = out.detach(), torch.autograd.grad(out, qkv, gradient)[0]
+    attend = torch.autocast(device, torch.bfloat16)(functools.partial(kernels.attention_of_one, heads=size[2]))
+    ours += of_one(attend, qkv, gradient)
     assert out.dtype == dtype and short_attention.suits(qkv, size[2])
     for mine, other, exact in zip(ours, theirs, want, strict=True):
         distance, allowed = ((x.double() - exact).norm() / exact.norm() for x in (mine, other))
