@@ -32,6 +32,8 @@ _ANSWER = [
 ]
 _BUCKET = re.compile(r"[\w.-]+", re.ASCII)
 _OTHER_KEY = re.compile(r"(^|/)\.{0,2}(/|$)|[\0-\x1f\x7f\ud800-\udfff]")  # what obstore refuses, or would change
+_ODD = "an empty, . or .. part, or a control character"
+_NO_PATH = re.compile(r'invalid path: .*?Path "(.*?)"(?: contained|: )', re.DOTALL)
 _ELSEWHERE = "the bucket is in another region; expected AWS_REGION to name it"
 _FROM = "External AWS credential provider: "  # what follows is said by boto3
 _WAYS = {
@@ -116,10 +118,8 @@ def listed(uri: str) -> list[tuple[str, int, int]]:
     try:
         return _asked(request, bucket, folder)
     except OSError as error:
-        if "invalid path" in error.strerror:
-            raise ValueError(
-                f"{uri}: {error.strerror}; expected keys without such parts, or a list of images"
-            ) from None
+        if error.errno == errno.EINVAL:
+            raise ValueError(f"{uri}: {error.strerror}; expected another folder, or a list of the images") from None
         error.filename = uri
         raise
 
@@ -187,6 +187,8 @@ def _said(error):
     """The OSError for an error of obstore."""
     text = str(error)
     status, code, message = (found[1] if (found := pattern.search(text)) else "" for pattern in _ANSWER)
+    if odd := _NO_PATH.search(text):  # of which obstore says nothing more, not even what was listed before it
+        return OSError(errno.EINVAL, f"the key {odd[1]!r} ends the listing by {_ODD}, and has to be renamed")
     if code == "NoSuchKey":
         return OSError(errno.ENOENT, "no such object")
     if status:

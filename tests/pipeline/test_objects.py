@@ -1,6 +1,7 @@
 """Images in an object store: a stand-in on this machine; nothing here has seen a bucket."""
 
 import io
+import re
 from pathlib import Path
 
 import numpy as np
@@ -173,6 +174,10 @@ def test_a_bucket_is_a_folder(bucket, tmp_path, monkeypatch):
         ValueError, match=r"s3://b/data2: \.tar files are not read from S3; expected them on a local disk"
     ):
         Index.scan("s3://b/data2")
+    bucket.files |= {"/b/c/0.jpg": encoded(), "/b/c//%0A.jpg": encoded(), "/b/d/../0.jpg": encoded()}
+    for root, key in [("s3://b/c", "c//\n.jpg"), ("s3://b/d", "d/../0.jpg")]:
+        with pytest.raises(ValueError, match=f"^{root}: the key {re.escape(repr(key))} ends the listing by an empty"):
+            Index.scan(root)
     for answer, message in [(403, "403 Forbidden: AccessDenied: text"), (301, "another region; expected AWS_REGION")]:
         bucket.answers["GET"] = answer
         with pytest.raises(OSError, match=rf"{message}.*s3://b/data"):
