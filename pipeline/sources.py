@@ -25,6 +25,7 @@ from pipeline.shards import Shards, Unpacked, natural, stated
 from pipeline.walk import Found, statuses, walk
 
 _LISTS = (".txt", ".tsv", ".lst", ".list")
+_ARCHIVES = ".zip", ".rar", ".7z"
 _PACKED = re.compile(r".*\.(tar\.\w+|tgz|tbz2?|txz|tzst)", re.IGNORECASE | re.DOTALL)
 # In names with a NUL behind each, where one may be a Parquet file, or a tar, packed or not.
 _NO_IMAGES = re.compile(rb"\.(parquet\0|tar|tgz\0|tbz|txz\0|tzst\0)", re.IGNORECASE)
@@ -33,8 +34,10 @@ _KINDS = ".tar", ".parquet"
 _SPLIT = re.compile(r"(?<![^/._-])(train|validation|valid|val|dev|test)(?![^/._-])", re.IGNORECASE)
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _WANTED = (
-    "expected a folder of images, or of class folders with images, or tar shards, Parquet files, a list, or a bucket"
+    "expected a folder of images, or of class folders with images, or tar shards, Parquet files, a list "
+    f"({' '.join(_LISTS)}), or a bucket"
 )
+_LINES = "path<TAB>label in each line, or the path of an image alone; no header, no commas"
 _HUB = "hf download --repo-type dataset {} --local-dir FOLDER"
 _REMOTE = "expected them on a local disk, or images that are objects of their own"
 _LATER = -1  # in the place of a time: of a file that was not asked yet
@@ -48,7 +51,13 @@ def find(root, folder=None, progress=None):
     if "#" in str(root)[1:] and not (remote and remote[1].lower() == "s3") and not root.exists():
         data, _, column = str(root).rpartition("#")
     unpacked = functools.partial(Unpacked, folder=folder, progress=progress, label=column)
-    source = _find(Path(data), unpacked)
+    try:
+        source = _find(Path(data), unpacked)
+    except PermissionError as error:
+        if remote:
+            raise
+        what = printable(os.path.abspath(os.fsdecode(error.filename or data)))
+        raise PermissionError(f"{what}: {error.strerror}; expected what this user has permission for") from None
     if data is not root and not (column and isinstance(source, Unpacked)):
         raise ValueError(f"{root} is not there; expected, around a #, Parquet files and the column of their labels")
     return source
@@ -68,7 +77,7 @@ def _find(root, unpacked):
             return Shards(where, found) if _kind(names[0]) == ".tar" else unpacked(where, found)
         kind = "file" if name.endswith((*_KINDS, *_LISTS)) else "folder"
         hint = f"; a data set is not found by its name: {_HUB.format(given)} fetches it" if _is_name(given) else ""
-        raise FileNotFoundError(f"no {kind} {root.resolve()}: {_WANTED}{hint}")
+        raise FileNotFoundError(f"no {kind} {printable(os.path.abspath(root))}: {_WANTED}{hint}")
     if root.is_dir():
         return _folder(root.resolve(), unpacked)
     if _PACKED.fullmatch(name):
@@ -78,17 +87,20 @@ def _find(root, unpacked):
         return Shards(where, found) if _kind(name) == ".tar" else unpacked(where, found)
     if root.is_file() and name.endswith(_LISTS):
         return TextList(root)
-    raise NotADirectoryError(f"{root.resolve()} is a file: {_WANTED} ({' '.join(_LISTS)})")
+    archive = ": unpack it first" if name.endswith(_ARCHIVES) else ""
+    raise NotADirectoryError(f"{printable(os.path.abspath(root))} is a file: {_WANTED}{archive}")
 
 
 def _remote(scheme, place):
     """What to say of data that lie elsewhere."""
+    if scheme == "file":
+        return f"file:///{printable(place)} is a URI; expected the path alone: /{printable(place)}"
     uri = printable(f"{scheme}://{place}")
     hub = re.fullmatch(r"(?:huggingface\.co/)?datasets/([\w.-]+/[\w.-]+)(?:@.*|/.*)?", place)
     if scheme == "hf" or hub:
         how = f": {_HUB.format(hub[1] if hub else 'OWNER/NAME')} fetches it"
     else:
-        how = f": gcloud storage cp -r {uri} FOLDER fetches it" if scheme == "gs" else ""
+        how = f": gcloud storage cp -r {uri} FOLDER fetches it" if scheme == "gs" else ": fetch it first"
     return f"{uri}: {scheme}:// is not read; {_WANTED}, on a disk{how}"
 
 
@@ -228,6 +240,13 @@ class TextList:
         if any(path.startswith(objects.SCHEME) for path, *_ in self.lines):
             objects.ready()
         self._look([line for line in self.lines if line[3] == _LATER])
+        if not self.lines:
+            raise ValueError(f"{path} names no image; expected {_LINES}")
+        name, label, found, _ = self.lines[0]
+        others = itertools.islice(self.lines, 1, None)
+        if label and isinstance(found, str) and not named_as_image(name) and label not in (line[1] for line in others):
+            said = f"no file {printable(name)!r} at the top, of a label {printable(label)!r} that no other line has"
+            raise ValueError(f"{path}: {said}; expected {_LINES}")
 
     def _look(self, lines):
         """Fills in what lines lack: bytes and time of their files."""
@@ -268,7 +287,7 @@ class TextList:
             path, label = label, ""
         path, label = path.strip(), label.strip()
         if not path:
-            raise ValueError(f"no path before the label {printable(label)!r}; expected path<TAB>label")
+            raise ValueError(f"no path before the label {printable(label)!r}; expected {_LINES}")
         if path.lower().endswith(".tar"):
             raise ValueError(f"{printable(path)} is a tar; expected images (tars come as folder, file or pattern)")
         if remote:
@@ -312,6 +331,10 @@ def _pattern(pattern):
             f"{pattern}: {len(missing)} of {len(names)} files are missing, first: {missing[0]}; expected all of them"
         )
     if _kind(names[0]) not in _KINDS or len(set(map(_kind, names))) > 1:
-        why = UNPACK if _PACKED.fullmatch(names[0]) else "expected a pattern of .tar, or of .parquet, files"
+        why = (
+            UNPACK
+            if _PACKED.fullmatch(names[0])
+            else "expected a pattern of .tar, or of .parquet, files; of images, their folder or a list"
+        )
         raise ValueError(f"{pattern}: {why}")
     return root, names

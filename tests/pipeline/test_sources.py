@@ -1,5 +1,6 @@
 """Lists and tar shards: what the index makes of them, and that batches from shards are those from the same files."""
 
+import errno
 import io
 import itertools
 import os
@@ -95,6 +96,7 @@ def test_a_sorted_list_of_a_folder_is_that_folder(photos, tmp_path):
 
 BAD_LINES = [
     ("\tdog", r"line 2: no path before the label 'dog'; expected path<TAB>label"),
+    ("path,label", r"line 2: no path before the label 'path,label'; expected path<TAB>label .*; no header, no commas"),
     ("a\0b.jpg", "line 2: a NUL character; expected text in UTF-8"),
     ("shard.tar dog", r"line 2: shard.tar is a tar; expected images"),
     ("gs://bucket/a.jpg", r"line 2: got gs://bucket/a.jpg; expected a path, or an s3:// URI"),
@@ -291,20 +293,37 @@ def test_the_cache_of_shards_is_used_until_a_shard_changes(tmp_path, monkeypatch
     assert len(scans) == 3 and apart.fingerprint == Index.scan(root, cache).fingerprint, "by worker processes"
 
 
-def test_errors_are_one_clear_line(tmp_path):
+def test_errors_are_one_clear_line(tmp_path, monkeypatch):
     write_tar(tmp_path / "both/a.tar", [("a.jpg", jpeg())])
     for name in ("both/1.jpg", "both/sub/2.png", "images/1.jpg", "images/backup.tar.gz", "packed/a.tar.xz", "a.tgz"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(jpeg() if name.endswith(("jpg", "png")) else b"\x1f\x8b")
     write_tar(tmp_path / "no images.tar", [("a.cls", b"1"), ("a.jpg", b"\0")])
     (tmp_path / "empty.txt").write_text("# nothing\n")
+    (tmp_path / "header.tsv").write_text("path\tlabel\nimages/1.jpg\tcat\nimages/2.jpg\tcat\n")
+    (tmp_path / "a.zip").write_bytes(b"PK")
+    (tmp_path / "circle").symlink_to("circle")
     os.mkfifo(tmp_path / "pipe.tar")
+    listdir = os.listdir
+
+    def forbids(path):
+        if path.endswith(b"locked/"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", forbids)  # root may read everything
+    (tmp_path / "locked").mkdir()
     cases = [
         ("both", r"holds tar files \(1\) and images outside of them \(2\); expected one or the other"),
         ("packed", r"holds 1 compressed file, first: a.tar.xz; expected plain .tar files"),
         ("a.tgz", r"a.tgz is compressed: expected plain .tar files"),
         ("no images.tar", r"no usable image in .*no images.tar \(1 file rejected, first: .*tar!a.jpg: not an image\)"),
-        ("empty.txt", r"no usable image in .*empty.txt; expected JPEG"),
+        ("empty.txt", r"empty.txt names no image; expected path<TAB>label in each line"),
+        ("header.tsv", r"no file 'path' at the top, of a label 'label' that no other line has; .*; no header"),
+        ("a.zip", r"a.zip is a file: expected a folder of .*, a list \(.txt .*\), or a bucket: unpack it first"),
+        ("circle", r"no folder .*circle: expected a folder of images"),
+        ("locked", r"^/.*/locked: Permission denied; expected what this user has permission for"),
+        ("images/*.jpg", r"expected a pattern of .tar, or of .parquet, files; of images, their folder or a list"),
         ("pipe.tar", r"is a file: expected a folder of images"),
         ("gone.tar", r"no file .*gone.tar: expected a folder of images"),
     ]
@@ -324,6 +343,8 @@ ELSEWHERE = [
     ("s3://bucket?x", "got 's3://bucket?x'; expected s3://BUCKET/FOLDER, whose folder has no empty, . or .. part"),
     ("s3://bucket/a/../b", "got 's3://bucket/a/../b'; expected s3://BUCKET/FOLDER, whose folder has no empty"),
     ("https://host/a.tar", "https://host/a.tar: https:// is not read; expected a folder of images, or "),
+    ("https://host/a.tar", "a bucket, on a disk: fetch it first"),
+    ("file:///data/images", "file:///data/images is a URI; expected the path alone: /data/images"),
     ("gs://bucket/images", "on a disk: gcloud storage cp -r gs://bucket/images FOLDER fetches it"),
     ("hf://datasets/owner/name", "on a disk: hf download --repo-type dataset owner/name --local-dir FOLDER fetches it"),
     ("https://huggingface.co/datasets/owner/name/tree/main", "hf download --repo-type dataset owner/name --local-dir"),
