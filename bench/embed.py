@@ -53,13 +53,13 @@ def main(arguments: list[str]) -> int:
     config, count, rounds = RECIPES[RECIPE], options.count, options.rounds
     if options.smoke:
         config, count, rounds = dataclasses.replace(config, depth=1, image_size=64), 8, 1
-    with folder_of_images(options.images, count) as images, tempfile.TemporaryDirectory() as encoder:
+    with folder_of_images(options.images, count) as (_, index), tempfile.TemporaryDirectory() as encoder:
         export_model(
             new_encoder(config), Path(encoder), name=config.model, arguments=encoder_arguments(config),
             mean=config.mean, std=config.std, training={"recipe": RECIPE, "steps": 0, "images": 0},
         )  # fmt: skip
         result = {"model": config.model, "image_size": config.image_size, "threads": options.threads}
-        result |= compared(Index.scan(images), Path(encoder), options, rounds) | {"load": os.getloadavg()[0]}
+        result |= compared(index, Path(encoder), options, rounds) | {"load": os.getloadavg()[0]}
     environment.save(options, result | conclusions(result))
     environment.print_table(result["rows"])
     print(f"cosine of the features: mean {result['cosine']['mean']:.4f}, least {result['cosine']['least']:.4f}")

@@ -14,6 +14,7 @@ from bench import environment
 from bench.findings import bar, finding, plot
 from bench.variants.changes import BY_NAME
 from pipeline import Index
+from run.program import opening
 
 ARMS = {
     "scratch": "from scratch",
@@ -50,7 +51,7 @@ def table(folder: Path) -> list[dict]:
 def _figures(folder: Path, pattern: str, name: str, last: int = 1) -> list[float]:
     """The mean of the last figures of that name in each complete run of an arm."""
     found = []
-    for run in sorted(folder.iterdir()):
+    for run in sorted(folder.glob("*")):
         if re.fullmatch(pattern, run.name) and any(
             (run / end / "config.json").exists() for end in ("model", "encoder")
         ):
@@ -98,7 +99,8 @@ def conclusions(d: dict) -> dict:
 
 def print_list(folder: Path, images: int) -> None:
     """Prints ``path<TAB>label`` of so many images (0: all), as many of each class, evenly spaced over its files."""
-    index = Index.scan(folder)
+    with opening("bench"):
+        index = Index.scan(folder)
     for label, name in enumerate(index.classes):
         samples = np.flatnonzero(index.labels == label)
         count = min(len(samples), images // len(index.classes) or len(samples))

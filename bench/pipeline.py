@@ -28,6 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 from bench import environment
 from bench.findings import PATH_BATCH, PATH_RECIPE, bar, finding, number, plot
 from pipeline import Augmentation, Index, Loader, graph
+from run.program import opening
 from run.ranks import Ranks
 from run.recipes import RECIPES
 
@@ -37,13 +38,16 @@ AHEAD = 4  # batches at either end that the clock of images per second leaves ou
 
 @contextlib.contextmanager
 def folder_of_images(given: Path | None, count: int):
-    """The folder given, or one with ``count`` generated images that goes away afterwards."""
+    """The folder given, or one with ``count`` generated images that goes away afterwards, and its index. What is wrong
+    with the one given is said in a line, with exit code 2."""
     if given is not None:
-        yield given
+        with opening("bench"):
+            index = Index.scan(given)
+        yield given, index
         return
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda number: generate(Path(folder) / f"{number:05}.jpg", number), range(count)))
-        yield Path(folder)
+        yield Path(folder), Index.scan(Path(folder))
 
 
 def generate(path: Path, seed: int, height: int = 375, width: int = 500, progressive: bool = False) -> None:
@@ -87,8 +91,7 @@ def main(arguments: list[str]) -> int:
     batches, rounds, looked_at = options.batches, 1 if on_gpu else 5, 100
     if options.smoke:
         batch, batches, rounds, looked_at = 8, 1, 1, 4
-    with folder_of_images(options.images, 4 * batch) as folder:
-        index = Index.scan(folder)
+    with folder_of_images(options.images, 4 * batch) as (_, index):
         batch = min(batch, len(index))
         sampled = range(min(100, len(index)))
         file_bytes = [len(graph.read(*index.place(i))) for i in sampled]

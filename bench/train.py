@@ -16,7 +16,7 @@ from pathlib import Path
 from bench import environment
 from bench.findings import finding, number, percent
 from bench.pipeline import drain, folder_of_images, options_of, skip
-from pipeline import Index, Loader
+from pipeline import Loader
 from run.ranks import Ranks
 from run.recipes import RECIPES
 
@@ -42,8 +42,7 @@ def main(arguments: list[str]) -> int:
         "recipe": recipe, "batch_size": batch, "steps": steps, "source": "given" if options.images else "generated",
         "runs": [],
     }  # fmt: skip
-    with folder_of_images(options.images, 4 * batch) as images:
-        index = Index.scan(images)
+    with folder_of_images(options.images, 4 * batch) as (images, index):
         for ranks in options.ranks:
             lines = run(images, recipe, batch, steps, ranks, more)
             if lines is None:

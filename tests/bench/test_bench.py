@@ -13,7 +13,7 @@ import torch
 from conftest import ROOT, run_program
 
 import kernels
-from bench import big, counters, embed, environment, sanitizer
+from bench import big, counters, embed, environment, learning, pipeline, sanitizer, train
 from bench.compile import compiled_rows
 from bench.kernels import GROUPS, POWER, Size, batch_of_boxes, sample_one_by_one, sample_with_multinomial
 from bench.report import tables
@@ -185,6 +185,17 @@ def test_embedding_gives_the_features_of_the_plain_loop(tmp_path, capsys):
     result = json.loads((tmp_path / "embed.json").read_text())
     assert result["images"] == 8 and len(result["rows"]) == 4 and result["cosine"]["least"] > 0.9
     assert "cosine of the centred features of both: mean 0.9" in result["findings"][0]["more"]
+
+
+def test_images_that_are_none_are_said_in_a_line(tmp_path, capsys):
+    wrong = str(tmp_path / "gone")
+    for subject in (pipeline, train, embed, learning):
+        with pytest.raises(SystemExit) as ended:
+            subject.main(["runs", "--list", wrong] if subject is learning else ["--smoke", "--images", wrong])
+        said = capsys.readouterr()
+        assert ended.value.code == 2 and said.err.startswith(f"bench: no folder {wrong}: expected a folder of images")
+        assert said.err.count("\n") == 1 and not said.out
+    assert learning.main([wrong]) == 2, "nor are there runs"
 
 
 def test_compiled_kernels():
