@@ -1,10 +1,8 @@
 """What several test files share: images on disk, ranks in processes of their own, and the GPU marker."""
 
-import contextlib
 import html
 import json
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -18,12 +16,12 @@ from pathlib import Path
 # for each other, and equal sums need equal numbers of threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it when it is imported
 
+import forks
 import numpy as np
 import pytest
 import torch
+from forks import ROOT
 from PIL import Image
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def pytest_collection_modifyitems(items):
@@ -159,30 +157,22 @@ def bucket(server) -> Bucket:
 
 
 def run_program(
-    *arguments, check: int | None = 0, ranks: int = 1, nodes: tuple[Path, ...] = (), **environment
+    *arguments, check: int | None = 0, ranks: int = 1, nodes: tuple[Path, ...] = (), fresh: bool = False, **environment
 ) -> subprocess.CompletedProcess:
-    """``python`` or ``torchrun`` with a program of the repository, from its root, on the CPU.
+    """``python`` with a program of the repository, from its root, on the CPU, or as so many ranks.
 
-    ``nodes``: instead so many launchers with so many ranks each, as if on machines of their own: each works in one of
-    these folders, where its caches are, at a path that for the others leads to their own. The last one is returned.
+    ``nodes``: so many ranks on each of several machines: each works in one of these folders, where its caches are, at a
+    path that for the others leads to their own. ``fresh``: by an interpreter of its own, where what it imports matters.
     """
-    launcher, port, where = [sys.executable], str(free_port()), [(ROOT, {})]
-    if nodes:
-        launcher += ["-m", "torch.distributed.run", "--nnodes", str(len(nodes)), "--nproc-per-node", str(ranks)]
-        launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
-        where, arguments = (
-            [(node, {"XDG_CACHE_HOME": "/proc/self/cwd"}) for node in nodes],
-            (ROOT / arguments[0], *arguments[1:]),
-        )
-    elif ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", port]
-    command, environment = [*launcher, *map(str, arguments)], os.environ | environment
-    with contextlib.ExitStack() as stack:
-        for folder, cache in where[:-1]:
-            other = subprocess.Popen(command, cwd=folder, env=environment | cache, stdout=subprocess.DEVNULL)
-            stack.callback(other.wait, 300)
-        folder, cache = where[-1]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, env=environment | cache)
+    words, environment = [*map(str, arguments)], os.environ | environment
+    if fresh or "cuda" in words:  # no GPU can be used in a fork of what may have looked for one
+        command = [sys.executable, *words]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
+    else:
+        given = environment | {"LOCAL_WORLD_SIZE": str(ranks)} | ({"XDG_CACHE_HOME": "/proc/self/cwd"} if nodes else {})
+        folders = [node for node in nodes or [ROOT] for _ in range(ranks)]
+        local = [given | {"LOCAL_RANK": str(number % ranks)} for number in range(len(folders))]
+        done = forks.run(words if words[0] == "-m" else [str(ROOT / words[0]), *words[1:]], local, folders, 300)
     if check is not None:
         assert done.returncode == check, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
@@ -229,9 +219,3 @@ def on_ranks(ranks: int, code: str, folder: Path) -> None:
         "dist.destroy_process_group()\n"
     )
     run_program(script, ranks=ranks)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -52,5 +52,5 @@ def test_importing_does_nothing():
         "assert not torch.cuda.is_initialized() and threading.active_count() == 1;"
         "assert not {'tyro', 'pycocotools'} & set(sys.modules)"
     )
-    done = run_program("-W", "error::UserWarning", "-c", code)
+    done = run_program("-W", "error::UserWarning", "-c", code, fresh=True)
     assert done.stdout == done.stderr == ""

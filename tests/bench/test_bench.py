@@ -67,7 +67,8 @@ for stage in {stages}:
 @pytest.mark.parametrize("stages, blocked", [((1, 2, 4, 5), ["tyro", "nvidia.dali"]), ((3, 6), [])])
 def test_stages_run_every_part(tmp_path, stages, blocked):
     """Without DALI and tyro where those are not needed."""
-    done = run_program("-c", IN_ONE.format(blocked=blocked, stages=stages, folder=tmp_path), CUDA_VISIBLE_DEVICES="")
+    code = IN_ONE.format(blocked=blocked, stages=stages, folder=tmp_path)
+    done = run_program("-c", code, fresh=True, CUDA_VISIBLE_DEVICES="")
     for stage, said in zip(stages, done.stdout.split("STAGE\n")[1:], strict=True):
         ended = dict(re.findall(r"^(\w+) +\d+ s  (.*)$", said, re.MULTILINE))
         check_stage(stage, ended, tmp_path / str(stage))

@@ -134,7 +134,7 @@ for words in ("train --help", "finetune --rat 1", "detect --epochs 0", "embed --
         print(end.code)
 print({"torch", "timm", "triton", "nvidia.dali"} & set(sys.modules))
 """
-    done = run_program("-c", code)
+    done = run_program("-c", code, fresh=True)
     said = done.stdout.splitlines()
     assert said[0] == "Ctrl-C: SIG_DFL" and said[-7:] == [*["Ctrl-C: SIG_DFL", "2"] * 3, "set()"]
     assert "embed.py: --encoder is missing; expected a run" in done.stderr
@@ -157,5 +157,5 @@ def test_without_memory_for_a_package_a_program_ends_with_one_line(monkeypatch, 
         said = f"a.py: {package} does not load ({str(error) or type(error).__name__}); expected it installed, and"
         assert capsys.readouterr().err == f"{said} enough memory\n"
     limited = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_AS, (10**9, 10**9)); sys.argv[1:] = []; "
-    done = run_program("-c", limited + "runpy.run_path('train.py', run_name='__main__')", check=2)
+    done = run_program("-c", limited + "runpy.run_path('train.py', run_name='__main__')", check=2, fresh=True)
     assert done.stderr.startswith("train.py: torch does not load (") and done.stderr.count("\n") == 1
