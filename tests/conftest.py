@@ -172,7 +172,8 @@ def run_program(
         given = environment | {"LOCAL_WORLD_SIZE": str(ranks)} | ({"XDG_CACHE_HOME": "/proc/self/cwd"} if nodes else {})
         folders = [node for node in nodes or [ROOT] for _ in range(ranks)]
         local = [given | {"LOCAL_RANK": str(number % ranks)} for number in range(len(folders))]
-        done = forks.run(words if words[0] == "-m" else [str(ROOT / words[0]), *words[1:]], local, folders, 300)
+        program = words[:1] if words[0] in ("-c", "-m") else [str(ROOT / words[0])]
+        done = forks.run([*program, *words[1:]], local, folders, 300)
     if check is not None:
         assert done.returncode == check, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done

@@ -58,9 +58,10 @@ def _fork(words, said, environment, folder):
     os.chdir(folder)
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(said / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    if words[0] == "-m":
-        sys.argv = words[1:]
+    sys.argv = words[1:] if words[0] in ("-c", "-m") else words
+    if words[0] == "-c":
+        exec(words[1], {"__name__": "__main__"})
+    elif words[0] == "-m":
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
-        sys.argv = words
         runpy.run_path(words[0], run_name="__main__")

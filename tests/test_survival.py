@@ -9,26 +9,25 @@ import sys
 import time
 
 import pytest
-from conftest import MORE, ROOT, SMALL, metrics, train
+from conftest import MORE, ROOT, SMALL, metrics, run_program, train
 
 from run.signals import STOPPED
 from train import main
 from transfer import knn
 
 
-def start(data, output, *more, ranks=1, restarts=0):
-    """train.py in the background, once it has written a first line of metrics; its ranks are children of torchrun."""
+def start(data, output, *more, ranks=1):
+    """train.py in the background, once it has written a first line of metrics, and the file of what it says. Its ranks
+    are children of torchrun, which starts them a second time."""
     launcher = [sys.executable]
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--nproc-per-node", ranks, "--standalone"]
-        launcher += ["--max-restarts", restarts, "--monitor-interval", 0.1]
-    command = [*launcher, "train.py", *SMALL, "--data", data, "--output", output, *more]
-    running = subprocess.Popen(
-        [*map(str, command)], cwd=ROOT, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        launcher += ["--max-restarts", 1, "--monitor-interval", 0.1]
+    command, said = [*launcher, "train.py", *SMALL, "--data", data, "--output", output, *more], output.parent / "said"
+    with said.open("w") as file:
+        running = subprocess.Popen([*map(str, command)], cwd=ROOT, stdout=file, stderr=file)
     wait_for(lambda: (output / "metrics.jsonl").exists() and (output / "metrics.jsonl").stat().st_size)
-    return running
+    return running, said
 
 
 def wait_for(condition, seconds=240):
@@ -46,11 +45,16 @@ def alive(pid):
     return os.path.exists(f"/proc/{pid}") and "Z" not in open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0]
 
 
-def test_a_signal_saves_and_the_same_command_goes_on(undisturbed, photos, tmp_path):
-    running = start(photos, tmp_path / "run", *MORE)
+def test_a_signal_saves_and_the_same_command_goes_on(undisturbed, photos, tmp_path, capsys):
+    """And as long as the program is there, be it halted, no other may work in its folder."""
+    running, said = start(photos, tmp_path / "run", *MORE)
+    running.send_signal(signal.SIGSTOP)
+    with pytest.raises(SystemExit, match="2"):
+        main([*SMALL, "--data", str(photos), "--output", str(tmp_path / "run")])
+    assert "in use by another process" in capsys.readouterr().err
     running.send_signal(signal.SIGTERM)
-    said, _ = running.communicate(timeout=60)
-    assert running.returncode == STOPPED == 75 and "stopped on request after step" in said
+    running.send_signal(signal.SIGCONT)
+    assert running.wait(timeout=60) == STOPPED == 75 and "stopped on request after step" in said.read_text()
     assert not list((tmp_path / "run" / "inflight").iterdir())
     train(photos, tmp_path / "run", "--eval-data", photos, *MORE)
     assert metrics(tmp_path / "run") == metrics(undisturbed[0])
@@ -58,29 +62,21 @@ def test_a_signal_saves_and_the_same_command_goes_on(undisturbed, photos, tmp_pa
     assert one == other
 
 
+def changed(code, data, output, *more, check):
+    """train.py in a process where something is changed first."""
+    code = f"import runpy, resource, signal, sys\n{code}\nrunpy.run_path('train.py', run_name='__main__')"
+    return run_program("-c", code, *SMALL, "--data", data, "--output", output, *more, check=check)
+
+
 def test_a_signal_after_the_last_step_is_one_line(undisturbed, photos, tmp_path):
-    """As soon as the program runs: all steps are done, so there is nothing to finish or to save."""
+    """All steps are done, so there is nothing to finish or to save."""
     shutil.copytree(undisturbed[0], tmp_path / "run")
-    command = [
-        sys.executable,
-        "train.py",
-        *SMALL,
-        "--data",
-        photos,
-        "--output",
-        tmp_path / "run",
-        "--eval-data",
-        photos,
-    ]
-    running = subprocess.Popen(
-        [*map(str, command), *MORE], cwd=ROOT, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    assert "step 32 was the last" in running.stdout.readline()
-    running.terminate()
-    said, errors = running.communicate(timeout=60)
-    assert running.returncode == STOPPED and "Traceback" not in errors
-    assert "goes on from" in said + errors
+    code = "from transfer import knn\nknn.compare = lambda *_, **__: signal.raise_signal(signal.SIGTERM)"
+    done = changed(code, photos, tmp_path / "run", "--eval-data", photos, *MORE, check=STOPPED)
+    assert "step 32 was the last" in done.stdout
+    assert (
+        done.stderr.startswith("train.py: interrupted; the same command goes on from") and done.stderr.count("\n") == 1
+    )
 
 
 def test_a_signal_ends_what_is_measured_in_the_midst_of_a_run(photos, tmp_path, monkeypatch, capsys):
@@ -112,28 +108,23 @@ def test_a_first_signal_is_told_of_and_a_second_one_ends_all_at_once():
     assert running.wait(timeout=10) == 128 + signal.SIGTERM
 
 
-def test_ranks_stop_together_and_leave_nobody_behind(photos, tmp_path):
-    running = start(photos, tmp_path / "run", ranks=2)
-    workers = children(running)
+def test_a_rank_dies_the_job_goes_on_from_the_checkpoint_and_stops_as_one(photos, tmp_path):
+    running, said = start(photos, tmp_path / "run", ranks=2)
+    wait_for(lambda: list((tmp_path / "run" / "checkpoints").glob("*.pt")))
+    first = children(running)
+    os.kill(first[-1], signal.SIGKILL)
+    wait_for(lambda: said.read_text().count("patches per view") == 2)
+    assert "; steps 1 to 32\n" not in said.read_text().rpartition("patches per view")[2]
+    # The other rank says so, in a line, unless torchrun ends it first.
+    assert "Traceback" not in said.read_text(), said.read_text()
+    workers = [*first, *children(running)]
     running.terminate()
-    running.communicate(timeout=60)
-    assert running.returncode and len(workers) >= 2
+    assert running.wait(timeout=60) and len(set(workers)) == 4
     wait_for(lambda: not any(map(alive, workers)))
+    assert "stopped on request after step" in said.read_text()
     steps = [int(path.stem[5:]) for path in (tmp_path / "run" / "checkpoints").iterdir()]
     done = train(photos, tmp_path / "run")  # with another number of ranks
     assert f"steps {max(steps) + 1} to 32" in done.stdout
-    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, *range(3, 33, 3), 32]
-
-
-def test_a_rank_dies_and_the_job_goes_on_from_the_checkpoint(photos, tmp_path):
-    running = start(photos, tmp_path / "run", ranks=2, restarts=1)
-    wait_for(lambda: list((tmp_path / "run" / "checkpoints").glob("*.pt")))
-    os.kill(children(running)[-1], signal.SIGKILL)
-    said, errors = running.communicate(timeout=120)
-    assert running.returncode == 0, errors
-    assert said.count("patches per view") == 2
-    # The other rank says so, in a line, unless torchrun ends it first.
-    assert "Traceback" not in errors, errors
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, *range(3, 33, 3), 32]
 
 
@@ -158,15 +149,9 @@ def test_a_full_disk_is_one_line_and_harms_nothing(photos, tmp_path):
     output = tmp_path / "run"
     train(photos, output, "--max-steps", "5")
     before = {path: path.read_bytes() for path in (output / "checkpoints").iterdir()}
-    limit = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000)); "
-    code = limit + "sys.argv = sys.argv[1:]; runpy.run_path('train.py', run_name='__main__')"
-    arguments = ["train.py", *SMALL, "--data", photos, "--output", output]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT, capture_output=True,
-        text=True, timeout=120,
-    )  # fmt: skip
+    done = changed("resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))", photos, output, check=1)
     said = [line for line in done.stderr.splitlines() if line.startswith("train.py:")]
-    assert done.returncode == 1 and len(said) == 1 and "File too large" in said[0] and "intact" in said[0], done.stderr
+    assert len(said) == 1 and "File too large" in said[0] and "intact" in said[0], done.stderr
     assert "Traceback" not in done.stderr
     assert before == {path: path.read_bytes() for path in (output / "checkpoints").iterdir()}
 
@@ -179,12 +164,3 @@ def test_gradients_that_are_never_finite_stop_the_run(photos, tmp_path, capsys):
     assert dumped["seed"] == 0 and all(len(batch["images"]) == 12 for batch in dumped["batches"])
     assert all((photos / path).exists() for batch in dumped["batches"] for path in batch["images"])
     assert any(line["skipped"] for line in metrics(tmp_path))
-
-
-def test_a_folder_in_use_is_refused(photos, tmp_path, capsys):
-    running = start(photos, tmp_path / "run")
-    with pytest.raises(SystemExit) as ended:
-        main([*SMALL, "--data", str(photos), "--output", str(tmp_path / "run")])
-    running.terminate()
-    running.communicate(timeout=60)
-    assert ended.value.code == 2 and "in use by another process" in capsys.readouterr().err
