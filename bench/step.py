@@ -152,7 +152,8 @@ def where_time_goes(run: Callable, device: torch.device, seconds: float, trace: 
     """The ``TOP`` kernels (on a CPU: operations) of ``run`` by their own time, and the share of sampling and gathering.
 
     On a GPU shares are of the kernels' total time; ``idle_share`` is the part without a kernel of the ``seconds`` that
-    ``run`` takes where no profiler slows its launches down. ``trace``: a file for the whole, for Perfetto.
+    ``run`` takes where no profiler slows its launches down. ``trace``: a file for the whole, for Perfetto. Where the
+    profiler may not look at the GPU, as in some containers, {"not_run": why}.
     """
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
@@ -167,6 +168,8 @@ def where_time_goes(run: Callable, device: torch.device, seconds: float, trace: 
     own = {e.key: (e.self_device_time_total if on_gpu else e.self_cpu_time_total) for e in events}  # microseconds
     calls = {e.key: e.count for e in events}
     total = sum(own.values())
+    if not total:
+        return {"not_run": "the profiler saw no kernel: it may not look at the GPU here (see the warning of CUPTI)"}
     ours = ("_sample_kernel", "_gather_kernel") if on_gpu else ("aps::sample_views", "aps::gather_patches")
     if not on_gpu:  # the reference runs operations of its own inside
         own |= {e.key: e.cpu_time_total for e in events if e.key in ours}
@@ -285,6 +288,9 @@ def _quick(names: Iterable[str]) -> list[str]:
 
 
 def show_profile(mode: str, profiled: dict) -> None:
+    if "not_run" in profiled:
+        print(f"\n{mode}: no profile: {profiled['not_run']}")
+        return
     print(f"\n{mode}: sampling and gathering {profiled['sampling_and_gathering_share']:.2%} of the time")
     environment.print_table(profiled["top"][:SHOWN])
 

@@ -74,7 +74,7 @@ def test_roofline_does_the_work_that_torch_counts():
         assert logged == pytest.approx(formula, rel=0.01)
 
 
-def test_idle_is_what_kernels_leave_of_the_time_without_a_profiler(monkeypatch):
+def test_idle_is_what_kernels_leave_of_the_time_without_a_profiler(monkeypatch, capsys):
     """Kernels of 3, 4 and 1 ms of the 10 ms that a batch takes; with the profiler it would have taken longer."""
     cuda, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
     rows = (
@@ -93,6 +93,10 @@ def test_idle_is_what_kernels_leave_of_the_time_without_a_profiler(monkeypatch):
     found = step.where_time_goes(lambda: time.sleep(0.02), torch.device("cuda"), 0.01)
     assert found["idle_share"] == pytest.approx(0.2) and found["sampling_and_gathering_share"] == pytest.approx(0.5)
     assert [row["name"] for row in found["top"]] == ["product", "_sample_kernel", "_gather_kernel"]
+    del events[:3]  # where CUPTI may not be used
+    found = step.where_time_goes(lambda: None, torch.device("cuda"), 0.01)
+    step.show_profile("graph", found)
+    assert set(found) == {"not_run"} and found["not_run"] in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
