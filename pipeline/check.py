@@ -9,7 +9,6 @@ if all is well, 1 if there are bad files, 2 if there is nothing to check.
 
 import argparse
 import collections
-import concurrent.futures
 import itertools
 import json
 import os
@@ -23,6 +22,7 @@ from rich.console import Console
 from pipeline import cache, known, memory, trial
 from pipeline.headers import counted, printable
 from pipeline.index import Index
+from pipeline.latency import Threads
 from pipeline.paths import expanded
 from pipeline.shown import shown
 
@@ -102,7 +102,7 @@ def check(index: Index, processes: int) -> Found:
             others, answers, more = read([i for i in samples if i not in bad])
             return others, answers, bad | more
 
-    pool = concurrent.futures.ThreadPoolExecutor(processes)
+    pool = Threads(processes)
     try:
         with shown(str(index.root), "decoding") as progress:
             done = 0

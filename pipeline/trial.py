@@ -43,10 +43,10 @@ class Decoder:
 
     def close(self) -> None:
         """Ends the process."""
-        if self._process:
-            self._process.kill()
-            self._process.communicate()
-            self._process = None
+        process, self._process = self._process, None  # at once: a thread that waits for an answer closes it too
+        if process:
+            process.kill()
+            process.communicate()
 
     def decode(self, files) -> list:
         """The answers to files; ``Died`` if there are none, RuntimeError where it is not the files' fault."""

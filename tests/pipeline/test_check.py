@@ -2,14 +2,17 @@
 
 import json
 import shutil
+import signal
 import tarfile
+import threading
+import time
 
 import numpy as np
 import pytest
 from conftest import photo
 
-from pipeline import trial
-from pipeline.check import _duplicates, main
+from pipeline import Index, trial
+from pipeline.check import _duplicates, check, main
 from run.images import open_data
 from run.recipes import ImagesConfig
 from tests.pipeline.test_trial import jpeg
@@ -82,6 +85,29 @@ def test_other_pixels_than_the_header_says_are_bad_and_an_outage_is_not_remember
     assert found["bad_files"] == {"a/08.png": "Connection refused", "b/07.png": said}
     index, bad, _ = open_data(ImagesConfig(output=output, data=data), ALONE)
     assert {index.paths[i]: reason for i, reason in bad.items()} == {"b/07.png": said}
+
+
+def test_ctrl_c_does_not_wait_for_a_decoder(data, monkeypatch):
+    """By a stand-in that answers when it is closed, as one does whose store hangs."""
+    closed = threading.Event()
+
+    class Hangs:
+        def __init__(self, **_):
+            self.close = closed.set
+
+        def decode(self, files):
+            closed.wait(20)
+
+    monkeypatch.setattr(trial, "Decoder", Hangs)
+    index, handler = Index.scan(data), signal.signal(signal.SIGALRM, signal.default_int_handler)
+    start = time.monotonic()
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            check(index, 1)
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+    assert time.monotonic() - start < 2
 
 
 def test_wrong_input_is_one_line(tmp_path, capsys):
