@@ -69,13 +69,15 @@ def test_verdicts_on_claims():
     assert baselines.verdict([17, 9], 15, 15) == "at some sizes" == baselines.verdict([15, 9], 15, 15)
 
 
-def test_baselines_report(tmp_path, capsys):
+def test_baselines_report(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(baselines, "counted_flop", lambda kind, config, batch: 7 * batch)  # which has a test of its own
     assert baselines.main(["--smoke", "--json", str(tmp_path / "baselines.json")]) == 0
     result, out = json.loads((tmp_path / "baselines.json").read_text()), capsys.readouterr().out
     methods = result["sizes"]["T/2"]
     assert list(methods) == list(METHODS)
     for found in methods.values():
-        assert found["flop"] == found["flop_by_formula"] and found["step_seconds"]["runs"] == 3
+        assert found["flop"] == 7 and found["flop_by_formula"] == sum(found["flop_of_parts"].values())
+        assert found["step_seconds"]["runs"] == 3
         assert 0 < found["kept_bytes"] < found["kept_bytes_unfused"]
     blocks = 4 * 65 / (3 * 17)  # passes of tokens
     assert re.search(rf"^MoCo v3's compute +1/5 +blocks +5.2 to 5.4 +{blocks:.1f} +- +holds$", out, re.MULTILINE)

@@ -1,5 +1,7 @@
-"""Runs kernels in Triton's interpreter: in a process of its own, because the switch is read when they are imported."""
+"""Runs kernels in Triton's interpreter: in a process of its own, because the switch is read when they are imported, and
+there in a fork for each set of calls, as the imports take seconds."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -9,9 +11,9 @@ from pkgutil import resolve_name
 import torch
 
 SCRIPT = """
-import math, sys, torch, kernels
+import math, os, sys, torch, kernels
 from tests.kernels.interpreter import call
-calls, empty, margins = torch.load(sys.argv[1], weights_only=False), torch.empty, []
+empty, margins = torch.empty, []
 
 def poisoned(*shape, dtype, device):
     poison = float("nan") if dtype.is_floating_point else -(2**31)
@@ -19,12 +21,21 @@ def poisoned(*shape, dtype, device):
     margins.append((memory[-64:], memory[-64:].clone()))
     return memory[:-64].view(shape)
 
-torch.empty = poisoned
-results = [call(kernels, *c) for c in calls]
-torch.empty = empty
-for margin, before in margins:
-    torch.testing.assert_close(margin, before, rtol=0, atol=0, equal_nan=True)
-torch.save([tuple(map(torch.clone, r)) if isinstance(r, tuple) else r.clone() for r in results], sys.argv[2])
+def run(calls, results):
+    calls = torch.load(calls, weights_only=False)
+    torch.empty = poisoned
+    found = [call(kernels, *c) for c in calls]
+    torch.empty = empty
+    for margin, before in margins:
+        torch.testing.assert_close(margin, before, rtol=0, atol=0, equal_nan=True)
+    torch.save([tuple(map(torch.clone, r)) if isinstance(r, tuple) else r.clone() for r in found], results)
+
+for line in sys.stdin:
+    if not (fork := os.fork()):
+        os.dup2(2, 1)
+        run(*line.rstrip("\\n").split("\\t"))
+        sys.exit()
+    print(os.wait()[1], flush=True)
 """
 
 
@@ -38,6 +49,13 @@ def with_constant(module, name, value, function, *args):
     return function(*args)
 
 
+@functools.cache
+def server():
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command, pipe = [sys.executable, "-c", SCRIPT], subprocess.PIPE
+    return subprocess.Popen(command, env=environment, cwd=Path(__file__).parents[2], stdin=pipe, stdout=pipe, text=True)
+
+
 def interpret(calls, folder):
     """Results of ``calls``, (function or its name in ``kernels``, args, kwargs) each.
 
@@ -45,7 +63,6 @@ def interpret(calls, folder):
     """
     paths = [str(folder / name) for name in ("calls.pt", "results.pt")]
     torch.save(calls, paths[0])
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    root = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-c", SCRIPT, *paths], env=environment, cwd=root, check=True)
+    print(*paths, sep="\t", file=server().stdin, flush=True)
+    assert server().stdout.readline() == "0\n", "the process above, which interprets, has ended"
     return torch.load(paths[1], weights_only=False)
