@@ -11,6 +11,9 @@ How:
   (tanh form, nothing kept for a backward pass).
 - of the layer behind GELU: ``then derivative``: the gradient of the input and the derivative of GELU, one after the
   other, from its input.
+- ``GELU inside, kept``, ``derivative inside``, ``bias inside``: the same with what a backward pass needs, and the
+  gradient of the bias in the product that gives the weight's, by epilogues of cuBLASLt that torch does not offer
+  (``bench/variants/cublaslt.py``); ``then bias``: one after the other.
 - ``fused``: forward with GELU and its derivative, or gradient times derivative, in one Triton product, by its tile
   (``bench/variants/mlp.py``).
 - ``fp8``: forward of e4m3 numbers with a scale a tensor each; making them is not in it.
@@ -31,7 +34,7 @@ from bench import environment
 from bench.findings import bar, finding, number, plot
 from bench.roofline import Sizes
 from bench.timing import matrix_product, measure
-from bench.variants import mlp
+from bench.variants import cublaslt, mlp
 from run.recipes import RECIPES
 
 MODELS = "imagenet-vit-s", "imagenet-vit-b"
@@ -63,6 +66,7 @@ def without_fp8(device: torch.device) -> str:
 
 def alternatives(name: str, x: Tensor, weight: Tensor, bias: Tensor) -> dict[tuple[str, str], Callable | str]:
     """{(pass, how): call, or why it cannot run} of a layer by its name in a block; x [r,i], weight [o,i], bias [o]."""
+    on_gpu = x.device.type == "cuda"
     device, out = x.device, torch.randn(len(x), len(weight), dtype=x.dtype, device=x.device)
     plain = {
         "forward": lambda: F.linear(x, weight, bias),
@@ -73,15 +77,20 @@ def alternatives(name: str, x: Tensor, weight: Tensor, bias: Tensor) -> dict[tup
     for what, call in plain.items():
         calls[what, "default"] = call
         for library in LIBRARIES[1:]:
-            calls[what, library] = preferring(library, call) if device.type == "cuda" else NO_GPU
+            calls[what, library] = preferring(library, call) if on_gpu else NO_GPU
+    calls["weight", "then bias"] = lambda: (out.t() @ x, out.sum(0))
+    calls["weight", "bias inside"] = functools.partial(cublaslt.weights, out, x) if on_gpu else NO_GPU
     calls["forward", "no bias"] = lambda: x @ weight.t()
     if name == "fc1":
         calls["forward", "then GELU"] = lambda: F.gelu(F.linear(x, weight, bias))
         inside = lambda: torch._addmm_activation(bias, x, weight.t(), use_gelu=True)  # noqa: E731
-        calls["forward", "GELU inside"] = inside if device.type == "cuda" else NO_GPU
+        calls["forward", "GELU inside"] = inside if on_gpu else NO_GPU
+        calls["forward", "GELU inside, kept"] = functools.partial(cublaslt.up, x, weight, bias) if on_gpu else NO_GPU
     if name == "fc2":
         before = torch.randn_like(x)
         calls["input", "then derivative"] = lambda: torch.ops.aten.gelu_backward(out @ weight, before)
+        inside = functools.partial(cublaslt.down, out, weight, before)
+        calls["input", "derivative inside"] = inside if on_gpu else NO_GPU
     for tile in mlp.TILES if name in ("fc1", "fc2") else ():
         how = f"fused {tile.BM}x{tile.BN}, {tile.num_stages} stages"
         if name == "fc1":

@@ -10,7 +10,7 @@ from timm.layers import Mlp
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from bench.variants import mlp
+from bench.variants import cublaslt, mlp
 from bench.variants.columns import attention_backward, gelu_backward, norm_backward
 from kernels import attention
 from model.encoder import PackedAttention
@@ -64,23 +64,44 @@ class _Attention(torch.autograd.Function):
 
 
 class _Mlp(torch.autograd.Function):
-    """x [..., K]; weights in the type of x, biases in any."""
+    """x [..., K]; weights in the type of x, biases in any. By the products of ``mlp``, or of ``cublaslt``."""
 
     @staticmethod
-    def forward(ctx, x, w1, b1, w2, b2):
-        a, slope = mlp.up(x.flatten(0, -2), w1, b1)
-        ctx.save_for_backward(x, a, slope, w1, w2)
-        ctx.types = b1.dtype, b2.dtype
+    def forward(ctx, x, w1, b1, w2, b2, by_library):
+        a, kept = (cublaslt.up if by_library else mlp.up)(x.flatten(0, -2), w1, b1)
+        ctx.save_for_backward(x, a, kept, w1, w2)
+        ctx.types, ctx.by_library = (b1.dtype, b2.dtype), by_library
         return F.linear(a, w2, b2.to(a.dtype)).unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx, gradient):
-        x, a, slope, w1, w2 = ctx.saved_tensors
+        x, a, kept, w1, w2 = ctx.saved_tensors
         rows, (b1, b2) = gradient.flatten(0, -2), ctx.types
-        dh, db1 = mlp.down_backward(rows, w2, slope)
-        dw1, dw2 = dh.t() @ x.flatten(0, -2), rows.t() @ a
-        db2 = rows.sum(0, dtype=db1.dtype).to(b2) if ctx.needs_input_grad[4] else None
-        return (dh @ w1).view_as(x), dw1, db1.to(b1), dw2, db2
+        dh, db1 = (cublaslt.down if ctx.by_library else mlp.down_backward)(rows, w2, kept)
+        dw1 = dh.t() @ x.flatten(0, -2)
+        if not ctx.needs_input_grad[4]:
+            dw2, db2 = rows.t() @ a, None
+        elif ctx.by_library:
+            dw2, db2 = cublaslt.weights(rows, a)
+        else:
+            dw2, db2 = rows.t() @ a, rows.sum(0, dtype=db1.dtype)
+        return (dh @ w1).view_as(x), dw1, db1.to(b1), dw2, db2 if db2 is None else db2.to(b2), None
+
+
+class _Linear(torch.autograd.Function):
+    """x [..., K]; the weight in its type, the bias in any."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        ctx.type = bias.dtype
+        return F.linear(x, weight, bias.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        dw, db = cublaslt.weights(gradient.flatten(0, -2), x.flatten(0, -2))
+        return gradient @ weight, dw, db.to(ctx.type)
 
 
 class ForeignBias(nn.Linear):
@@ -103,7 +124,18 @@ class FusedMlp(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         w1, w2 = self.fc1.weight.to(self.kind), self.fc2.weight.to(self.kind)
         b2 = self.fc2.bias.detach() if isinstance(self.fc2, ForeignBias) else self.fc2.bias
-        return _Mlp.apply(x.to(self.kind), w1, self.fc1.bias, w2, b2)
+        return _Mlp.apply(x.to(self.kind), w1, self.fc1.bias, w2, b2, isinstance(self, LibraryMlp))
+
+
+class LibraryMlp(FusedMlp):
+    """The same by cuBLASLt, with GELU in its tanh form."""
+
+
+class SummedLinear(nn.Linear):
+    """A linear layer whose weight and bias get their gradients from one product; ``kind``: the type of its products."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Linear.apply(x.to(self.kind), self.weight.to(self.kind), self.bias)
 
 
 class BiasAttention(PackedAttention):

@@ -65,6 +65,26 @@ def fused_mlp(training: Training, queries: nn.Module, _) -> None:
     blocks.put(queries.encoder, Mlp, blocks.FusedMlp, kind(training))
 
 
+def library_mlp(training: Training, queries: nn.Module, _) -> None:
+    blocks.put(queries.encoder, Mlp, blocks.LibraryMlp, kind(training))
+
+
+def weight_bias(training: Training, queries: nn.Module, _) -> None:
+    """Of the layers whose biases no other variant has taken over."""
+    taken = blocks.FusedMlp, blocks.GeluMlp, blocks.BiasAttention
+    for module in queries.encoder.blocks.modules():
+        for layer in () if isinstance(module, taken) else module.children():
+            if type(layer) is nn.Linear:
+                layer.__class__, layer.kind = blocks.SummedLinear, kind(training)
+
+
+def key_sums(training: Training, _, keys: nn.Module) -> None:
+    """Without gradients nothing keeps the sums of stream and branches, so the compiler makes them again in up to four
+    kernels, from all that was added since the last one that it wrote."""
+    how = {"dynamic": False, "fullgraph": True, "options": {"realize_reads_threshold": 1}}
+    training.key = torch.compile(keys, **how)
+
+
 def key_gelu(training: Training, _, keys: nn.Module) -> None:
     blocks.put(keys.encoder, Mlp, blocks.KeyMlp, kind(training))
 
@@ -134,6 +154,10 @@ def with_keys(training: Training) -> str:
     return "" if training.key_network is not None else "there is no momentum network"
 
 
+def with_compiled_keys(training: Training) -> str:
+    return with_keys(training) or on_gpu(training)
+
+
 def on_gpu(training: Training) -> str:
     return "" if training.on_gpu else NO_GPU
 
@@ -166,6 +190,7 @@ def sums(change: Callable) -> Callable:
 VARIANTS = (
     Variant("autotune", "products by Inductor's max_autotune_gemm", (1.0, 2.0), autotune, on_gpu),
     Variant("cublaslt", "products by cuBLASLt wherever possible", (1.0, 2.0), by_cublaslt, on_gpu),
+    Variant("key-sums", "sums of the residual stream written once (keys)", (0.4, 0.8), key_sums, with_compiled_keys),
     Variant("norm-backward", "columns summed in the backward of norms", (0.75, 1.1), sums(blocks.sum_in_norms),
             with_blocks),
     Variant("gelu-backward", "columns summed in the backward of GELU", (0.63, 1.35), sums(blocks.sum_in_gelu), anywhere,
@@ -174,6 +199,10 @@ VARIANTS = (
             sums(blocks.sum_in_attention), with_our_attention),
     Variant("fused-mlp", "GELU and its derivative inside of products (queries)", (2.6, 5.0), fused_mlp,
             with_fused_mlp, place="MLP of queries"),
+    Variant("cublaslt-mlp", "GELU and its derivative in cuBLASLt's epilogues (queries, tanh form)", (2.6, 5.2),
+            library_mlp, anywhere, 0.999, place="MLP of queries"),
+    Variant("weight-bias", "biases' gradients in the epilogue of their weights' products", (1.4, 2.7), weight_bias,
+            anywhere),
     Variant("key-gelu", "GELU in cuBLASLt's epilogue (keys, tanh form)", (1.2, 2.7), key_gelu, with_keys, 0.999,
             place="MLP of keys"),
     Variant("fp8-keys", "products in fp8 (keys)", (2.0, 4.0), fp8_keys, with_fp8, 0.9, place="MLP of keys"),

@@ -8,11 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from timm.layers import Mlp
+from torch import nn
 
 from bench import step
 from bench.compile import _nvidia
 from bench.step import Synthetic
-from bench.variants import blocks, columns, compiled, mlp
+from bench.variants import blocks, columns, compiled, cublaslt, mlp
 from bench.variants.changes import BY_NAME, VARIANTS, apply, compatible
 from bench.variants.turns import SMALL, course
 from run.recipes import RECIPES
@@ -62,7 +64,7 @@ def test_interpreted_kernels_equal_float64(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernels", ["norm", "gelu", "attention", *mlp.TILES], ids=str)
+@pytest.mark.parametrize("kernels", ["norm", "gelu", "attention", "cublaslt", *mlp.TILES], ids=str)
 def test_kernels_in_half_precision(kernels):
     """Distance to the float64 result of the same inputs, relative, at most 1.5 times that of torch's own operations in
     bfloat16; twice the same bits."""
@@ -81,6 +83,12 @@ def test_kernels_in_half_precision(kernels):
         cases = [(columns._launch_norm, columns._refer_norm, dy, random(rows, width), x, mean, rstd, random(width))]
     elif kernels == "gelu":
         cases = [(columns._launch_gelu, columns._refer_gelu, random(rows, hidden), random(rows, hidden))]
+    elif kernels == "cublaslt":
+        cases = [
+            (cublaslt.up, cublaslt._refer_up, x, wide / width**0.5, random(hidden)),
+            (cublaslt.down, cublaslt._refer_down, dy, wide.T / width**0.5, random(rows, hidden)),
+            (cublaslt.weights, cublaslt._refer_weights, dy, random(rows, hidden)),
+        ]
     else:
         size = 37, 50, width
         qkv = random(*size[:2], 3 * width)
@@ -105,15 +113,27 @@ def test_variants_take_the_steps_of_the_base(tmp_path, capsys):
     together = rows["together"]
     assert set(rows) == {*BY_NAME, "together"}
     for row in rows.values():
-        missing = row["name"] in ("autotune", "cublaslt")
+        missing = row["name"] in ("autotune", "cublaslt", "key-sums")
         assert ("not_run" in row) == missing and row.get("within") == (None if missing else True), row
     assert "key-gelu" in together["applied"] and "fp8-keys" not in together["applied"]
     places = [BY_NAME[name].place or name for name in together["applied"]]
-    assert len(places) == len(set(places)) == len({variant.place or variant.name for variant in VARIANTS}) - 2
+    assert len(places) == len(set(places)) == len({variant.place or variant.name for variant in VARIANTS}) - 3
     texts = [row["result"] for row in json.loads(path.read_text())["findings"]]
-    assert sum(text.startswith("not run: needs an NVIDIA GPU") for text in texts) == 2
+    assert sum(text.startswith("not run: needs an NVIDIA GPU") for text in texts) == 3
     assert step.main(["--smoke", "--variants", "key-gelu", "gelu"]) == 2
     assert "--variants gelu: expected some of autotune, " in capsys.readouterr().err
+
+
+def test_products_of_a_library_have_the_gradients_of_the_layers():
+    mlp = Mlp(20, 72, act_layer=functools.partial(nn.GELU, approximate="tanh")).double()
+    x, dy = random(3, 7, 20).double().requires_grad_(), random(3, 7, 20).double()
+    found = []
+    for by_library in (False, True):
+        if by_library:
+            blocks.put(SimpleNamespace(blocks=mlp), Mlp, blocks.LibraryMlp, x.dtype)
+        out = mlp(x)
+        found.append((out, *torch.autograd.grad(out, [x, *mlp.parameters()], dy)))
+    torch.testing.assert_close(*found)
 
 
 def test_compiled_as_one_graph():
