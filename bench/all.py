@@ -76,8 +76,8 @@ GPU_TESTS = (
 DATA_TESTS = "pipeline/test_loader.py pipeline/test_sources.py test_train.py"
 TRAIN = "train --recipe imagenet-vit-s --batch-size 512 --steps 200"
 STEP_S, STEP_B = (f"step --recipe imagenet-vit-{size} --batch-size" for size in "sb")
-SOON = "fused-mlp key-gelu cublaslt key-stream"  # the most milliseconds for the seconds that they take to compile
-LATER = "norm-backward gelu-backward attention-backward fp8-keys one-embedding"
+SOON = "cublaslt-mlp weight-bias key-gelu key-sums"  # the most milliseconds for the seconds that they take to compile
+LATER = "fused-mlp cublaslt key-stream norm-backward gelu-backward attention-backward fp8-keys one-embedding"
 STAGES = {
     1: (  # neither DALI nor tyro, nor in 2, 4 and 5
         Part("machine", "machine", 40),
