@@ -25,8 +25,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 
 LEARNS = (
     "--recipe", "toy",
-    "--device", "cpu", "--depth", "2", "--width", "32", "--batch-size", "2", "--epochs", "2.5", "--scale", "1", "1",
-    "--warmup-steps", "30", "--checkpoint-every", "190", "--log-every", "40",
+    "--device", "cpu", "--depth", "2", "--width", "32", "--batch-size", "2", "--epochs", "1.5", "--scale", "1", "1",
+    "--warmup-steps", "20", "--checkpoint-every", "110", "--log-every", "40",
 )  # fmt: skip
 QUICK = (
     "--recipe", "toy",
@@ -49,7 +49,7 @@ def scenes(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(scenes, tmp_path_factory):
-    """A run of 200 steps from start to end."""
+    """A run of 120 steps from start to end."""
     output = tmp_path_factory.mktemp("runs") / "trained"
     main([*LEARNS, *scenes[0], "--output", str(output)])
     return output
@@ -60,7 +60,8 @@ def lines(output):
 
 
 def test_learns_to_find_and_outline(scenes, trained):
-    """Measured with five seeds: AP50 of 38 to 52 % for boxes and 37 to 50 % for masks, from 0."""
+    """Measured with four seeds and 30 steps of warm-up: AP50 of 10 to 22 % for boxes, 12 to 17 % for masks, from 0;
+    AP of 1.7 to 6.2 %."""
     options, data = scenes
     config = parse([*LEARNS, *options])
     untrained, _ = new_detector(config, 4)
@@ -69,12 +70,12 @@ def test_learns_to_find_and_outline(scenes, trained):
     (before, *_), (again, *_) = (evaluate(detector, data["eval"], **how) for detector in (untrained, loaded))
     logged = lines(trained)
     after = logged[-1]
-    assert after["step"] == 200 and after["eval_images"] == 32
+    assert after["step"] == 120 and after["eval_images"] == 32
     for kind in ("box", "mask"):
         assert before[f"{kind}_AP50"] < 2
-        assert after[f"{kind}_AP50"] > 20 and after[f"{kind}_AP"] > 6
-    assert [line["step"] for line in logged[:-1]] == [1, 40, 80, 120, 160, 200]
-    assert logged[5]["loss"] < 0.8 * logged[1]["loss"]
+        assert after[f"{kind}_AP50"] > 5 and after[f"{kind}_AP"] > 0.8
+    assert [line["step"] for line in logged[:-1]] == [1, 40, 80, 120]
+    assert logged[3]["loss"] < 0.8 * logged[0]["loss"]
     found = json.loads((trained / "detections.json").read_text())
     assert {one["category_id"] for one in found} <= set(data["eval"].categories)
     assert classes == list(data["eval"].classes)
@@ -88,12 +89,12 @@ def test_two_ranks_train_and_count_each_image_once(scenes, trained, tmp_path):
     newest, _ = checkpoint.newest(output / "checkpoints")
     newest.unlink()
     said = run_program("detect.py", *LEARNS, *scenes[0], "--output", output, ranks=2).stdout
-    assert "steps 191 to 200" in said and "average precision on 32 images" in said
+    assert "steps 111 to 120" in said and "average precision on 32 images" in said
     one, two = lines(trained), lines(output)
     assert [line["step"] for line in two] == [line["step"] for line in one]
     assert two[-2]["loss"] == pytest.approx(one[-2]["loss"], rel=0.1)
     for name in ("box_AP50", "mask_AP50"):
-        assert two[-1][name] == pytest.approx(one[-1][name], abs=15)
+        assert two[-1][name] == pytest.approx(one[-1][name], abs=10)
     found = [json.dumps(result) for result in json.loads((output / "detections.json").read_text())]
     assert len(found) == len(set(found))
 

@@ -44,13 +44,26 @@ def test_imports_point_one_way(package):
 
 
 def test_importing_does_nothing():
-    """No CUDA context, no warning, no thread, no argument parser, no change of torch's random state."""
-    code = (
-        "import sys, threading, torch; state = torch.random.get_rng_state();"
-        "import train, finetune, detect, embed, run.preview, transfer.detection.scenes, transfer.probe;"
-        "assert torch.equal(state, torch.random.get_rng_state());"
-        "assert not torch.cuda.is_initialized() and threading.active_count() == 1;"
-        "assert not {'tyro', 'pycocotools'} & set(sys.modules)"
-    )
-    done = run_program("-W", "error::UserWarning", "-c", code, fresh=True)
+    """No CUDA context, no warning, no thread, no argument parser, no change of torch's random state or the environment;
+    kernels come without the rest, and the input path without DALI."""
+    code = """
+import os, sys, threading, torch, warnings
+before, state = dict(os.environ), torch.random.get_rng_state()
+from kernels import *
+import kernels
+assert kernels.sampling._tables == {}
+assert not {"pipeline", "model", "run", "train"} & set(sys.modules)
+import pipeline
+assert "nvidia.dali" not in sys.modules and threading.active_count() == 1
+assert dict(os.environ) == before
+warnings.simplefilter("default")  # of timm's and others' own imports only what is of use to a user
+warnings.simplefilter("error", UserWarning)
+for kind in DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning:
+    warnings.simplefilter("ignore", kind)
+import train, finetune, detect, embed, run.preview, transfer.detection.scenes, transfer.probe
+assert torch.equal(state, torch.random.get_rng_state())
+assert not torch.cuda.is_initialized() and threading.active_count() == 1
+assert not {"tyro", "pycocotools"} & set(sys.modules)
+"""
+    done = run_program("-W", "error", "-c", code, fresh=True)
     assert done.stdout == done.stderr == ""
