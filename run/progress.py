@@ -199,7 +199,7 @@ class Report:
         record |= {name: float(f"{self.count * amount / seconds:.5g}") for name, amount in self.rates.items()}
         record |= {"data_wait": round(self._waited() / seconds, 4), "skipped": skipped}
         self.sums.zero_()
-        self.skipped[2] = 0
+        self.skipped[2].zero_()  # by a kernel: a number that is copied there would be waited for
         self.count, self.waits, self.since = 0, [], now
         if self.ranks.first:
             self.record(record)

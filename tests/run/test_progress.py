@@ -8,6 +8,7 @@ import pty
 import re
 import subprocess
 import sys
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,6 +21,7 @@ from run.progress import Report, TooManySkipped
 from run.ranks import Ranks
 
 CPU = Ranks(0, 1, 1, torch.device("cpu"))
+GPU = Ranks(0, 1, 1, torch.device("cuda"))
 
 
 @pytest.fixture
@@ -114,6 +116,23 @@ def test_a_gpu_waits_only_while_it_has_nothing_to_do(tmp_path, clock, monkeypatc
         step(one, number)
     # 1 s before the first step, 4 x 3 s. Then 1 s again; in the 10 s until there is batch 6, 3 s are left to be done.
     assert [line["data_wait"] for line in records(tmp_path)[1:]] == [round(1 / 13, 4), round((1 + 7) / (12 + 8), 4)]
+
+
+@pytest.mark.gpu
+def test_of_a_gpu_only_the_figures_of_a_line_are_waited_for(tmp_path):
+    """Their means and the skipped steps, two copies; no step between two lines waits."""
+    one = Report(tmp_path, GPU, figures=("loss",), rates={}, every=4, start=0, total=8, steps_per_epoch=6)
+    value, finite = torch.ones((), device="cuda"), torch.ones((), dtype=torch.bool, device="cuda")
+    one.step(1, [value], finite, 0.1)  # is told of by itself
+    waits = []
+    for number in range(2, 8):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            one.step(number, [value], finite, 0.1)
+            torch.cuda.set_sync_debug_mode("default")
+        waits.append(sum("called a synchronizing" in str(warning.message) for warning in said))
+    assert waits == [0, 0, 2, 0, 0, 0]
 
 
 def test_five_steps_in_a_row_without_a_finite_gradient_are_too_many(tmp_path):
