@@ -345,5 +345,6 @@ def _others(index, sample):
 
 def on_device(array, device):
     """A numpy array as a tensor on the device; the copy to a GPU overlaps with what runs there."""
-    tensor = torch.from_numpy(array)
+    # In one piece: what has gaps torch copies first, into memory that is not pinned.
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

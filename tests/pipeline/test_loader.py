@@ -402,6 +402,16 @@ def test_a_gpu_gives_the_same_batches(root):
     assert on_cpu.bad.keys() == on_gpu.bad.keys() == {0, 1, 2}
 
 
+def test_what_goes_to_a_gpu_lies_in_one_piece(monkeypatch):
+    """Of a part with gaps, as the flips of fine-tuning are, torch makes a copy that is not pinned, and may wait."""
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, device, non_blocking: self)
+    array = np.arange(8).reshape(4, 2)
+    assert loader_module.on_device(array[:, :1], torch.device("cuda")).tolist() == [[0], [2], [4], [6]]
+    assert [tensor.is_contiguous() for tensor in pinned] == [True]
+
+
 @pytest.mark.gpu
 def test_views_are_read_before_the_decoder_takes_them_back(root):
     """However late the device gets there: it sleeps for about a second, and the next batches are asked for."""
