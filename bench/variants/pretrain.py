@@ -4,12 +4,12 @@ For those that are not exact (``changes.Variant``): whether their numbers do is 
 ``bench/learning.sh`` has it for its arms of the same names.
 """
 
+import runpy
 import sys
+from pathlib import Path
 
-import train
 from bench.variants.changes import BY_NAME, apply
-from run import program
-from run.training import Training
+from run import training
 
 
 def main(arguments: list[str]) -> None:
@@ -17,7 +17,7 @@ def main(arguments: list[str]) -> None:
     if not names or set(names) - set(BY_NAME):
         sys.exit(f"bench.variants.pretrain: got {','.join(names)!r}, expected some of {', '.join(BY_NAME)}")
 
-    class Changed(Training):
+    class Changed(training.Training):
         def __init__(self, *args, **more):
             super().__init__(*args, **more)
             for name in names:
@@ -25,9 +25,11 @@ def main(arguments: list[str]) -> None:
                     sys.exit(f"bench.variants.pretrain {name}: {why}")
             apply(names, self)
 
-    train.Training = Changed
-    train.main(arguments[1:])
+    training.Training = Changed  # which train.py takes from there
+    program = Path(__file__).resolve().parents[2] / "train.py"
+    sys.argv = [str(program), *arguments[1:]]
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 if __name__ == "__main__":
-    program.run("bench.variants.pretrain", main)
+    main(sys.argv[1:])

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import SMALL as RUN
+from conftest import metrics, run_program
 from timm.layers import Mlp
 from torch import nn
 
@@ -134,6 +136,16 @@ def test_products_of_a_library_have_the_gradients_of_the_layers():
         out = mlp(x)
         found.append((out, *torch.autograd.grad(out, [x, *mlp.parameters()], dy)))
     torch.testing.assert_close(*found)
+
+
+def test_a_run_of_train_with_variants(photos, tmp_path):
+    how = *RUN, "--data", photos, "--max-steps", "4", "--ema", "0.9", "--output"
+    run_program("train.py", *how, tmp_path / "without")
+    run_program("-m", "bench.variants.pretrain", "key-gelu,cublaslt-mlp", *how, tmp_path / "with")
+    without, other = ([line["loss"] for line in metrics(tmp_path / name)] for name in ("without", "with"))
+    assert other != without and other == pytest.approx(without, rel=0.1)
+    done = run_program("-m", "bench.variants.pretrain", "key-gelu", *how[:-3], "--output", tmp_path / "no", check=1)
+    assert done.stderr.strip() == "bench.variants.pretrain key-gelu: there is no momentum network"
 
 
 def test_compiled_as_one_graph():
