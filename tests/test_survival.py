@@ -109,12 +109,13 @@ def test_a_first_signal_is_told_of_and_a_second_one_ends_all_at_once():
 
 
 def test_a_rank_dies_the_job_goes_on_from_the_checkpoint_and_stops_as_one(photos, tmp_path):
-    running, said = start(photos, tmp_path / "run", ranks=2)
+    longer = "--epochs", 6  # not over before it is asked to stop
+    running, said = start(photos, tmp_path / "run", *longer, ranks=2)
     wait_for(lambda: list((tmp_path / "run" / "checkpoints").glob("*.pt")))
     first = children(running)
     os.kill(first[-1], signal.SIGKILL)
     wait_for(lambda: said.read_text().count("patches per view") == 2)
-    assert "; steps 1 to 32\n" not in said.read_text().rpartition("patches per view")[2]
+    assert "; steps 1 to 96\n" not in said.read_text().rpartition("patches per view")[2]
     # The other rank says so, in a line, unless torchrun ends it first.
     assert "Traceback" not in said.read_text(), said.read_text()
     workers = [*first, *children(running)]
@@ -123,9 +124,9 @@ def test_a_rank_dies_the_job_goes_on_from_the_checkpoint_and_stops_as_one(photos
     wait_for(lambda: not any(map(alive, workers)))
     assert "stopped on request after step" in said.read_text()
     steps = [int(path.stem[5:]) for path in (tmp_path / "run" / "checkpoints").iterdir()]
-    done = train(photos, tmp_path / "run")  # with another number of ranks
-    assert f"steps {max(steps) + 1} to 32" in done.stdout
-    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, *range(3, 33, 3), 32]
+    done = train(photos, tmp_path / "run", *longer)  # with another number of ranks
+    assert f"steps {max(steps) + 1} to 96" in done.stdout
+    assert [line["step"] for line in metrics(tmp_path / "run")] == [1, *range(3, 97, 3)]
 
 
 def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(undisturbed, photos, tmp_path):
