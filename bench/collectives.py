@@ -29,11 +29,21 @@ TOLERANCE = 1e-3  # of the losses, relative; the sums of the ranks come in anoth
 
 
 def alone(device: torch.device, numbers: int, seconds: float) -> list[dict]:
-    """A row for each way and type: {"how", "dtype", "us" or "not_run"}."""
+    """A row for each way and type: {"how", "dtype", "us", "not_run" or "failed"}."""
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
-    rows = [row for dtype in (torch.float32, torch.bfloat16) for row in _reduced(device, dtype, numbers, seconds)]
+    rows = []
+    for dtype in torch.float32, torch.bfloat16:
+        try:
+            rows += _reduced(device, dtype, numbers, seconds)
+        except RuntimeError as error:  # NCCL's too: the group is left as it is then, and two ranks do without
+            why = f"{type(error).__name__}: {str(error).strip().splitlines()[-1]}"
+            return [*rows, {"how": "all_reduce", "failed": why} | _about(dtype, numbers)]
     dist.destroy_process_group()  # for which NCCL waits until no graph holds it
     return rows
+
+
+def _about(dtype: torch.dtype, numbers: int) -> dict:
+    return {"dtype": str(dtype).removeprefix("torch."), "numbers": numbers}
 
 
 def _reduced(device: torch.device, dtype: torch.dtype, numbers: int, seconds: float) -> list[dict]:
@@ -53,7 +63,7 @@ def _reduced(device: torch.device, dtype: torch.dtype, numbers: int, seconds: fl
         rows.append({"how": "all_reduce in a CUDA graph", "not_run": "needs an NVIDIA GPU"})
     if not torch.equal(values, before):
         raise RuntimeError(f"a sum over one rank in {dtype} is not what went in")
-    return [row | {"dtype": str(dtype).removeprefix("torch."), "numbers": numbers} for row in rows]
+    return [row | _about(dtype, numbers) for row in rows]
 
 
 def losses(small: bool, device: torch.device, rank: int = 0, ranks: int = 1) -> list[float]:
@@ -94,7 +104,8 @@ def two(small: bool, device: torch.device) -> dict:
 def conclusions(d: dict) -> dict:
     found = []
     for row in d["alone"]:
-        text = f"not run: {row['not_run']}" if "not_run" in row else f"{number(row['us'])} us"
+        said = (f"{state.replace('_', ' ')}: {row[state]}" for state in ("not_run", "failed") if state in row)
+        text = next(said, None) or f"{number(row['us'])} us"
         found.append(finding(f"{row['how']}, one rank, {row['numbers']:,} numbers in {row['dtype']}", text))
     if "two" in d:
         of = d["two"]
@@ -119,4 +130,4 @@ def main(arguments: list[str]) -> int:
     result["two"] = two(options.smoke, device)
     environment.save(options, result | conclusions(result))
     print(json.dumps(result, indent=1))
-    return int(not result["two"].get("within", False))
+    return int(not result["two"].get("within", False) or any("failed" in row for row in result["alone"]))

@@ -52,5 +52,6 @@ def main(arguments: list[str]) -> int:
     files = files or sorted(path for path in tests.rglob("test_*.py") if "mark.gpu" in path.read_text())
     command = ["-m", "gpu", "--continue-on-collection-errors", "-p", "no:cacheprovider", *map(str, files)]
     if options.workers > 1 and environment.device().type == "cuda" and find_spec("xdist"):
-        command += ["-n", str(options.workers)]
+        # One test at a time: by default the first two, which compile the most, would be one process's.
+        command += ["-n", str(options.workers), "--dist", "loadgroup"]
     return int(pytest.main(command, plugins=[Outcomes(options)]))

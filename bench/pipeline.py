@@ -111,7 +111,8 @@ def main(arguments: list[str]) -> int:
         for name, table in tables.items():
             result[name] = table()
             print()
-            environment.print_table(result[name])
+            if result[name]:
+                environment.print_table(result[name])
             environment.save(options, result | conclusions(result))
     return 0
 
@@ -195,7 +196,7 @@ def rates(index, config, batch, batches, rounds, device, cores) -> list[dict]:
 
 def kernel_time(index, config, batch, device, batches=8) -> list[dict]:
     """The kernels of this loader by their time a batch, those of decoding by the cores included: what it takes away
-    from the training."""
+    from the training. None, and a line, where the profiler may not look at the GPU."""
     threads = Ranks(0, 1, 1, device).threads()
     loader = Loader(
         index, config.augmentation, image_size=config.image_size, batch_size=batch, seed=0, device=device,
@@ -214,6 +215,9 @@ def kernel_time(index, config, batch, device, batches=8) -> list[dict]:
         {"kernel": event.key[:80], "calls": event.count / batches, "ms": event.self_device_time_total / batches / 1e3}
         for event in sorted(events, key=lambda event: -event.self_device_time_total)
     ]
+    if not rows:
+        print("kernels of the input path: the profiler saw none: it may not look at the GPU here")
+        return []
     total = {"kernel": "all, per batch", "calls": sum(r["calls"] for r in rows), "ms": sum(r["ms"] for r in rows)}
     return [total, *rows[:20]]
 

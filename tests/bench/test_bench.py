@@ -1,11 +1,13 @@
 """The benchmarks run and say what they promise; their figures are no business of a test."""
 
 import argparse
+import contextlib
 import json
 import os
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,11 +15,12 @@ import torch
 from conftest import ROOT, run_program
 
 import kernels
-from bench import big, compile, counters, embed, environment, learning, pipeline, sanitizer, train
+from bench import big, collectives, compile, counters, embed, environment, learning, pipeline, sanitizer, train
 from bench.kernels import GROUPS, POWER, Size, batch_of_boxes, sample_one_by_one, sample_with_multinomial
 from bench.report import tables
 from bench.report.results import read
 from bench.train import balance
+from run.recipes import RECIPES
 
 TESTS = {"passed", "failed", "skipped", "tests", "not_run"}
 STEP = {"recipe", "flop_per_pair", "peak_flop_per_second", "eager"}
@@ -268,3 +271,28 @@ def test_balance_names_what_limits():
     assert balance(4000, 0, 4, alone=4000, threads=6) | {"limited_by": "steps", "threads_to_balance": 2} == balance(
         4000, 0, 4, alone=4000, threads=6
     )
+
+
+def test_two_ranks_are_tried_where_the_library_of_one_fails(tmp_path, monkeypatch, capsys):
+    def reduced(*_):
+        raise RuntimeError("NCCL error\nwhat it is")
+
+    monkeypatch.setattr(collectives, "_reduced", reduced)
+    monkeypatch.setattr(collectives, "two", lambda *_: {"difference": 0.0, "tolerance": 1e-3, "within": True})
+    try:
+        assert collectives.main(["--smoke", "--json", str(tmp_path / "c.json")]) == 1
+    finally:
+        torch.distributed.destroy_process_group()
+    result = json.loads((tmp_path / "c.json").read_text())
+    assert result["two"]["within"] and result["findings"][0]["result"] == "failed: RuntimeError: what it is"
+
+
+def test_kernels_of_the_input_path_are_none_where_the_profiler_sees_none(monkeypatch, capsys):
+    """Not 0 ms."""
+    profiler = SimpleNamespace(key_averages=lambda: [])
+    monkeypatch.setattr(pipeline, "profile", lambda activities: contextlib.nullcontext(profiler))
+    batches = SimpleNamespace(batches=lambda first, last: (number for number in range(first, last)))
+    monkeypatch.setattr(pipeline, "Loader", lambda *_, **__: batches)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    assert pipeline.kernel_time(None, RECIPES["toy"], 8, torch.device("cpu")) == []
+    assert "the profiler saw none" in capsys.readouterr().out
