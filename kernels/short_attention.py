@@ -171,7 +171,7 @@ def attention_of_one(query, others, *, heads):
     order. Returns [B,1,H*D].
 
     On a GPU by sums of products in float32, of which the compiler makes kernels that read keys and values once in each
-    direction. torch would choose cuDNN there, whose backward pass fails for one query (pytorch#138529). On a CPU by
+    direction. torch would choose cuDNN there, which is reported to fail for one query (pytorch#138529). On a CPU by
     torch's ``scaled_dot_product_attention``; in half precision, where that takes three times as long, by plain products
     with scores in float32.
     """
