@@ -205,7 +205,7 @@ VARIANTS = (
             anywhere),
     Variant("key-gelu", "GELU in cuBLASLt's epilogue (keys, tanh form)", (1.2, 2.7), key_gelu, with_keys, 0.999,
             place="MLP of keys"),
-    Variant("fp8-keys", "products in fp8 (keys)", (2.0, 4.0), fp8_keys, with_fp8, 0.9, place="MLP of keys"),
+    Variant("fp8-keys", "products in fp8 (keys)", (0.4, 3.3), fp8_keys, with_fp8, 0.9, place="MLP of keys"),
     Variant("key-stream", "keys on a second stream", (0.7, 1.0), key_stream, with_keys),
     Variant("one-embedding", "frozen patch embedding once for both networks", (0.05, 0.1), one_embedding,
             with_frozen_embedding),
