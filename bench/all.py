@@ -36,6 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TESTS_LIMIT = 600  # seconds, for the tests of a part
 CPU_LIMIT = 600  # for a part, on a CPU
 STAGE_LIMIT = 240  # for a stage, unless --limit says otherwise
+GRACE = 5  # for what is asked to stop, until it is killed
 
 
 class Part(NamedTuple):
@@ -222,20 +223,26 @@ def stream(command: list[str], limit: float, say: Callable) -> int:
     """Runs a command, its output line by line to ``say``; 124 or 137 if it took longer than ``limit`` seconds."""
     if limit < 1:
         return 124
+    began = time.monotonic()
     process = subprocess.Popen(
-        ["timeout", "--kill-after=5", f"{limit:.1f}", *command],
+        ["timeout", f"--kill-after={GRACE}", f"{limit:.1f}", *command],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
     )  # fmt: skip
     reader = threading.Thread(target=lambda: [say(line.rstrip("\n")) for line in process.stdout], daemon=True)
     reader.start()
     try:
-        return process.wait()
+        return by_timeout(process.wait(), time.monotonic() - began, limit)
     finally:
         process.terminate()  # on Ctrl-C; timeout hands it on
         process.wait()
         with contextlib.suppress(ProcessLookupError):  # what is left of it would take time from the next part
             os.killpg(process.pid, signal.SIGKILL)
         reader.join(5)  # something in a session of its own may still hold the other end
+
+
+def by_timeout(code: int, seconds: float, limit: float) -> int:
+    """The exit code of ``timeout --kill-after``, which kills itself too where its manual promises 137."""
+    return 137 if code == -signal.SIGKILL and seconds >= limit else code
 
 
 def tests_said(state: str, file: Path) -> str:

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 
 import kernels
 from bench import environment
+from bench.all import GRACE, by_timeout
 from bench.kernels import GROUPS, MEAN, POWER, SIZES, SMOKE_SIZES, STD, batch_of_boxes
 from bench.variants import columns, mlp
 from run.recipes import RECIPES
@@ -84,11 +86,13 @@ def calls(device: torch.device, *, small: bool) -> dict[str, Callable]:
 
 def looked_at(tool: list[str], words: list[str], limit: int, **variables: str) -> tuple[str, int]:
     """What a tool and this program with ``words`` say, and the exit code: 124 or 137 after ``limit`` seconds."""
-    command = ["timeout", "--kill-after=5", str(limit), *tool, sys.executable, "-m", "bench", "once", *words]
+    began = time.monotonic()
+    command = ["timeout", f"--kill-after={GRACE}", str(limit), *tool, sys.executable, "-m", "bench", "once", *words]
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
     with subprocess.Popen(command, cwd=environment.ROOT, env=os.environ | variables, **how) as process:
         try:
-            return process.communicate()[0], process.returncode
+            said = process.communicate()[0]
+            return said, by_timeout(process.returncode, time.monotonic() - began, limit)
         except BaseException:
             process.terminate()  # the tool must not outlive us; timeout hands it on
             raise

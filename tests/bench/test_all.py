@@ -101,6 +101,17 @@ def test_no_speed_in_a_stage_whose_tests_fail(tmp_path, monkeypatch, capsys):
     assert states("--smoke")[0] == 0
 
 
+def test_what_has_to_be_killed_is_out_of_time(tmp_path, monkeypatch):
+    """Not failed, as tests that fail are, behind which no speed is measured; what is killed before is."""
+    monkeypatch.setattr(everything, "GRACE", 0.2)
+    deaf = everything.stream(["sh", "-c", "trap '' TERM; sleep 60 & wait; wait"], 1, print)
+    killed = everything.stream(["sh", "-c", "kill -KILL $$"], 60, print)
+    assert [everything.ended(code, tmp_path / "none") for code in (deaf, killed)] == [
+        "out of time",
+        "failed, exit code -9",
+    ]
+
+
 def test_nothing_of_a_part_outlives_it(tmp_path):
     """What it has started would take time from the next one; what left its group and holds its output stops nobody."""
     script = f"sleep 60 & echo $! > {tmp_path}/pid"
