@@ -16,8 +16,8 @@
 #   5  variants_later 175: the other variants; step_vit_s_1024 65                                            240 s
 #   6  program_tests 60: fine-tuning, detection; kinds 50: kinds of JPEG; host 25; step_vit_s_2048 70           205 s
 #
-# 3 and 6 need DALI and tyro (program_tests pycocotools too), the others torch, triton, timm and pytest. IMAGES is a
-# folder of images for the input path (default: generated ones; batches of 512), PYTHON the interpreter (default:
+# 3 and 6 need DALI and tyro (program_tests pycocotools too), the others torch, triton, timm, rich and pytest. IMAGES is
+# a folder of images for the input path (default: generated ones; batches of 512), PYTHON the interpreter (default:
 # python3). Exit code 0: all of it has run, and passed. What the limit cut off is "out of time"; --parts takes it up.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -30,7 +30,8 @@ def measure(calls: dict[str, Callable], device: torch.device, *, seconds: float,
 
 
 def summary(seconds: list[float]) -> dict:
-    p20, p50, p80 = (statistics.quantiles(seconds, n=10, method="inclusive")[i] for i in (1, 4, 7))
+    some = seconds if len(seconds) > 1 else 2 * seconds  # quantiles of one are refused
+    p20, p50, p80 = (statistics.quantiles(some, n=10, method="inclusive")[i] for i in (1, 4, 7))
     return {"p20": p20, "p50": p50, "p80": p80, "runs": len(seconds)}
 
 

@@ -19,6 +19,7 @@ from bench import big, collectives, compile, counters, embed, environment, learn
 from bench.kernels import GROUPS, POWER, Size, batch_of_boxes, sample_one_by_one, sample_with_multinomial
 from bench.report import tables
 from bench.report.results import read
+from bench.timing import summary
 from bench.train import balance
 from run.recipes import RECIPES
 
@@ -261,6 +262,10 @@ def test_alternatives_sample_by_the_same_law():
 @pytest.mark.parametrize("arguments, code", [([], 0), (["nothing"], 2)])
 def test_usage(arguments, code):
     assert "python -m bench SUBJECT" in run_program("-m", "bench", *arguments, check=code).stdout
+
+
+def test_one_turn_has_no_spread():
+    assert summary([2.0]) == {"p20": 2.0, "p50": 2.0, "p80": 2.0, "runs": 1}
 
 
 def test_balance_names_what_limits():
