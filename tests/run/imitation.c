@@ -2,7 +2,13 @@
    step of torch calls them, as an H100 of which no kernel runs. Loaded before all else, and found as libcuda.so.1.
 
    Memory is the host's, zeros at first; copies are made, kernels only listed, in $IMITATION. Streams, events and captures
-   follow the rules of capture: what they forbid fails as it would. */
+   follow the rules of capture: what they forbid fails as it would. Inductor and Triton compile for sm_90 on it, so
+
+     cc -w -shared -fPIC -o /tmp/cuda/libcuda.so.1 tests/run/imitation.c -ldl -lpthread
+     LD_PRELOAD=/tmp/cuda/libcuda.so.1 LD_LIBRARY_PATH=/tmp/cuda IMITATION=/tmp/cuda/list \
+         python -m bench step --modes graph --recipe imagenet-vit-s --batch-size 512
+
+   shows whether the step would start on a GPU, and what it would launch. cuDNN, NCCL and DALI's decoder do not run on it. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -97,11 +103,17 @@ int cudaGetDeviceProperties(char *p, int device) { /* places of cudaDeviceProp, 
         size_t constant;
         int major, minor;
         size_t texture[2];
-        int processors;
+        int processors, other[41];
+        size_t surface;
+        int more[9], l2, kept_l2, resident, most[3];
+        size_t shared_of_processor;
+        int registers_of_processor, last[9];
+        size_t shared_at_most;
     } card = {.name = "An imitated H100", .memory = 80ul << 30, .shared = 49152, .registers = 65536, .warp = 32,
               .threads = 1024, .block = {1024, 1024, 64}, .grid = {0x7fffffff, 65535, 65535}, .major = 9,
-              .texture = {512, 32}, .processors = 132};
-    memset(p, 0, 712);
+              .texture = {512, 32}, .processors = 132, .l2 = 50 << 20,
+              .resident = 2048, .shared_of_processor = 233472, .registers_of_processor = 65536, .shared_at_most = 232448};
+    memset(p, 0, 1008);
     memcpy(p, &card, sizeof card);
     return 0;
 }
@@ -223,6 +235,8 @@ int cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *n) { *n = 2; ret
 int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *n) { *n = 2; return 0; }
 int cuModuleGetFunction(char **function, void *module, const char *name) { *function = strdup(name); return 0; }
 int cuLaunchKernelEx(void *how, char *function) { say(function); return 0; }
+int cuLaunchKernel(char *function) { say(function); return 0; }
+int cuModuleLoad(void **module, const char *file) { *module = &legacy; return 0; }
 int cuModuleLoadData(void **module, void *image) { *module = &legacy; return 0; }
 int cuFuncGetAttribute(int *value, int attribute, void *function) { *value = attribute ? 0 : 1024; return 0; }
 int cuDeviceGet(int *device, int number) { *device = 0; return 0; }
