@@ -51,9 +51,15 @@ def apply(names: list[str], training: Training) -> None:
         BY_NAME[name].apply(training, *networks)
 
 
+def compiled(network: nn.Module, **options) -> nn.Module:
+    """As ``Training`` compiles it, with options of Inductor."""
+    return torch.compile(network, dynamic=False, fullgraph=True, options=options)
+
+
 def autotune(training: Training, queries: nn.Module, keys: nn.Module | None) -> None:
-    how = {"dynamic": False, "fullgraph": True, "options": {"max_autotune_gemm": True}}
-    training.query, training.key = (network and torch.compile(network, **how) for network in (queries, keys))
+    training.query, training.key = (
+        network and compiled(network, max_autotune_gemm=True) for network in (queries, keys)
+    )
 
 
 def by_cublaslt(training: Training, *_) -> None:
@@ -81,8 +87,7 @@ def weight_bias(training: Training, queries: nn.Module, _) -> None:
 def key_sums(training: Training, _, keys: nn.Module) -> None:
     """Without gradients nothing keeps the sums of stream and branches, so the compiler makes them again in up to four
     kernels, from all that was added since the last one that it wrote."""
-    how = {"dynamic": False, "fullgraph": True, "options": {"realize_reads_threshold": 1}}
-    training.key = torch.compile(keys, **how)
+    training.key = compiled(keys, realize_reads_threshold=1)
 
 
 def key_gelu(training: Training, _, keys: nn.Module) -> None:

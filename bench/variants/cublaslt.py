@@ -11,6 +11,7 @@ Of the algorithms that the library proposes for a shape the fastest is taken, fo
 those of cublasLt.h, CUDA 13.
 """
 
+import contextlib
 import ctypes
 import functools
 
@@ -18,13 +19,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.timing import measure
+
 KINDS = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
 COMPUTE_32F = 68
 TRANSPOSED_A, TRANSPOSED_B, EPILOGUE, BIAS, AUX, AUX_LD = 3, 4, 7, 8, 11, 12  # of an operation
 GELU_AUX_BIAS, DGELU_BGRAD, BGRADB = 164, 208, 512  # epilogues
 MAX_WORKSPACE = 1  # of a preference
+OPERATION = "cublasLtMatmulDesc"
 WORKSPACE = 32 << 20
-PROPOSED, ROUNDS = 8, 5
+PROPOSED, SECONDS = 8, 0.02  # algorithms, and what they are tried for in all
 
 
 class _Proposal(ctypes.Structure):
@@ -50,6 +54,10 @@ def _made(name: str, *arguments) -> ctypes.c_void_p:
     return made
 
 
+def _set(kind: str, of: ctypes.c_void_p, attribute: int, value) -> None:
+    _do(f"{kind}SetAttribute", of, attribute, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value)))
+
+
 def _pointer(tensor: Tensor) -> ctypes.c_void_p:
     return ctypes.c_void_p(tensor.data_ptr())
 
@@ -59,9 +67,9 @@ class _Product:
     that a tensor of torch is its transposed."""
 
     def __init__(self, rows: int, columns: int, depth: int, transposed: tuple[bool, bool], epilogue: int, kind: int):
-        self.operation = _made("cublasLtMatmulDesc", COMPUTE_32F, KINDS[torch.float32])
+        self.operation = _made(OPERATION, COMPUTE_32F, KINDS[torch.float32])
         for attribute, value in zip((TRANSPOSED_A, TRANSPOSED_B, EPILOGUE), (*transposed, epilogue), strict=True):
-            self._set(attribute, ctypes.c_int32(value))
+            _set(OPERATION, self.operation, attribute, ctypes.c_int32(value))
         shapes = [(rows, depth), (depth, columns), (rows, columns)]
         shapes[:2] = (shape[::-1] if turned else shape for shape, turned in zip(shapes, transposed, strict=False))
         self.layouts = [
@@ -69,19 +77,16 @@ class _Product:
             for r, c in shapes
         ]
         if epilogue != BGRADB:
-            self._set(AUX_LD, ctypes.c_int64(rows))
+            _set(OPERATION, self.operation, AUX_LD, ctypes.c_int64(rows))
         self.algorithm = None
 
-    def _set(self, attribute: int, value) -> None:
-        _do("cublasLtMatmulDescSetAttribute", self.operation, attribute, ctypes.byref(value), _size(value))
-
     def __call__(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor, aux: Tensor | None = None) -> None:
-        self._set(BIAS, _pointer(bias))
+        _set(OPERATION, self.operation, BIAS, _pointer(bias))
         if aux is not None:
-            self._set(AUX, _pointer(aux))
+            _set(OPERATION, self.operation, AUX, _pointer(aux))
         workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=out.device)
         run = functools.partial(self._run, a, b, out, workspace)
-        self.algorithm = self.algorithm or min(self._proposals(), key=functools.partial(_milliseconds, run))
+        self.algorithm = self.algorithm or self._fastest(run, out.device)
         run(self.algorithm)
 
     def _run(self, a, b, out, workspace, algorithm) -> None:
@@ -92,44 +97,31 @@ class _Product:
             _pointer(workspace), ctypes.c_size_t(WORKSPACE), ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
         )  # fmt: skip
 
+    def _fastest(self, run, device: torch.device):
+        found = {}
+        for number, algorithm in enumerate(self._proposals()):
+            with contextlib.suppress(RuntimeError):
+                run(algorithm)
+                found[number] = algorithm
+        if not found:
+            raise RuntimeError("cuBLASLt has no algorithm for this product and what is to be done at its end")
+        calls = {number: functools.partial(run, algorithm) for number, algorithm in found.items()}
+        times = measure(calls, device, seconds=SECONDS)
+        return found[min(times, key=lambda number: times[number]["p50"])]
+
     def _proposals(self) -> list:
         preference, limit = _made("cublasLtMatmulPreference"), ctypes.c_uint64(WORKSPACE)
-        _do(
-            "cublasLtMatmulPreferenceSetAttribute", preference, MAX_WORKSPACE, ctypes.byref(limit), _size(limit)
-        )  # fmt: skip
+        _set("cublasLtMatmulPreference", preference, MAX_WORKSPACE, limit)
         found, count, (of_a, of_b, of_out) = (_Proposal * PROPOSED)(), ctypes.c_int(), self.layouts
         _do(
             "cublasLtMatmulAlgoGetHeuristic", _handle(), self.operation, of_a, of_b, of_out, of_out, preference,
             PROPOSED, found, ctypes.byref(count),
         )  # fmt: skip
-        algorithms = [proposal.algorithm for proposal in found[: count.value] if not proposal.status]
-        if not algorithms:
-            raise RuntimeError("cuBLASLt has no algorithm for this product and what is to be done at its end")
-        return algorithms
-
-
-def _size(value) -> ctypes.c_size_t:
-    return ctypes.c_size_t(ctypes.sizeof(value))
+        return [proposal.algorithm for proposal in found[: count.value] if not proposal.status]
 
 
 def _handle() -> ctypes.c_void_p:
     return ctypes.c_void_p(torch.cuda.current_blas_handle())
-
-
-def _milliseconds(run, algorithm) -> float:
-    """Of a call, the best of some; without end for an algorithm that fails."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times = []
-    for _ in range(ROUNDS):
-        start.record()
-        try:
-            run(algorithm)
-        except RuntimeError:
-            return float("inf")
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return min(times)
 
 
 _product = functools.cache(_Product)
