@@ -314,6 +314,7 @@ def running(
     loop = Loop(config, ranks, loader, training, opened, **how)
     loop.write_rejected()
     with loop.report, loop.stop:
+        ranks.gather(None)  # asked to stop when it says that it runs, no rank may be one that does not listen yet
         for line in opened.damaged:
             loop.say(f"{line}; the run goes on from the one before")
         left = f"steps {loop.step + 1} to {loop.total}" if loop.step < loop.total else f"step {loop.step} was the last"
