@@ -107,7 +107,7 @@ def test_ctrl_c_does_not_wait_for_a_decoder(data, monkeypatch):
             check(index, 1)
     finally:
         signal.signal(signal.SIGALRM, handler)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 10
 
 
 def test_wrong_input_is_one_line(tmp_path, capsys):

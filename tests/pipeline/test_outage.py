@@ -229,23 +229,22 @@ def test_a_shard_that_fails_is_waited_for_and_opened_anew(tmp_path, clock, capfd
 
 def test_files_are_read_ahead_some_at_a_time_and_judged_in_order(monkeypatch):
     monkeypatch.setattr(graph, "_AHEAD", 4)
-    begun, most = [], 0
+    begun, most, together = [], 0, threading.Barrier(4)
 
     def image(i):
         def read():
             begun.append(i)
-            time.sleep(0.05 if i % 4 else 0.1)
+            together.wait(60)
             if i == 2:
                 raise FileNotFoundError(errno.ENOENT, "gone")
             return np.frombuffer(b"text" if i == 5 else jpeg(i), np.uint8)
 
         return read
 
-    start, reasons = time.perf_counter(), []
+    reasons = []
     for reason in graph.probe(map(image, range(16)), None):
         most = max(most, len(begun) - len(reasons))
         reasons.append(reason)
-    assert time.perf_counter() - start < 0.95, "one after the other they take a second, four at a time 0.4 s"
     assert [i for i, reason in enumerate(reasons) if reason] == [2, 5] and reasons[2] == "gone"
     assert most <= 4, "in memory"
 
@@ -366,7 +365,7 @@ def test_ctrl_c_does_not_wait_for_a_store_that_hangs(bucket, tmp_path):
             signal.setitimer(signal.ITIMER_REAL, 0.3)
             with pytest.raises(KeyboardInterrupt):
                 Index.scan(source)
-            assert time.monotonic() - start < 2
+            assert time.monotonic() - start < 10, "a request is given up after 20 s and more"
     finally:
         signal.signal(signal.SIGALRM, handler)
     assert all(thread.daemon for thread in set(threading.enumerate()) - others)
