@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import run.ranks  # before there is a group: it says why  # noqa: F401
 from bench import environment
-from bench.findings import finding, number
+from bench.findings import finding, number, without_figures
 from bench.timing import measure
 from run.recipes import RECIPES
 from run.training import Training
@@ -104,8 +104,7 @@ def two(small: bool, device: torch.device) -> dict:
 def conclusions(d: dict) -> dict:
     found = []
     for row in d["alone"]:
-        said = (f"{state.replace('_', ' ')}: {row[state]}" for state in ("not_run", "failed") if state in row)
-        text = next(said, None) or f"{number(row['us'])} us"
+        text = without_figures(row) or f"{number(row['us'])} us"
         found.append(finding(f"{row['how']}, one rank, {row['numbers']:,} numbers in {row['dtype']}", text))
     if "two" in d:
         of = d["two"]

@@ -29,6 +29,16 @@ def plot(title: str, unit: str, panels: dict[str, list], name: str = "") -> dict
     return row | ({"name": name} if name else {})
 
 
+def failure(error: Exception) -> str:
+    """The line that a row keeps as "failed"."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def without_figures(row: dict) -> str:
+    """Why a row has none: "not run" or "failed", and what it says of that; "" where it has some."""
+    return next((f"{state.replace('_', ' ')}: {row[state]}" for state in ("not_run", "failed") if state in row), "")
+
+
 def number(value: float) -> str:
     """With three or four digits: 14,380, 35.6, 0.159."""
     if abs(value) >= 1000:

@@ -2,10 +2,13 @@
 
 The alternatives are written from the formulas in ``kernels/sampling.py``: what one would write with numpy for one image
 after the other, and what one would write with torch for the batch. Bytes are those that an operation has to move (each
-input and output once), not what an alternative moves beside that.
+input and output once), not what an alternative moves beside that. One that fails has a row that says why, and stops no
+other; the exit code is 1 then.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -15,12 +18,13 @@ import torch.nn.functional as F
 
 import kernels
 from bench import environment
-from bench.findings import PATH_BATCH, bar, finding, number, plot
-from bench.timing import copy_bandwidth, measure
+from bench.findings import PATH_BATCH, bar, failure, finding, number, plot, without_figures
+from bench.timing import copy_bandwidth, measure_each
 from kernels import reference
 from kernels.update import Rule, State
 from pipeline import Augmentation
 
+Alternatives = dict[str, Callable]  # ours first
 POWER = 3.0
 WIDTH = 384  # of the embedding: ViT-S
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -123,8 +127,8 @@ def normalise(patches, patch: int, dtype):
     return ((patches - offset) * factor).to(dtype)
 
 
-def sampling(size: Size, device: torch.device, seconds: float) -> tuple[int, dict]:
-    """Bytes to move, and times per alternative, of drawing all groups of both views."""
+def sampling(size: Size, device: torch.device) -> tuple[int, Alternatives]:
+    """Bytes to move, and the alternatives, of drawing all groups of both views."""
     moved = size.batch * (42 + 8 * GROUPS * size.keep)
     boxes, flips, sample = batch_of_boxes(size.batch, device)
     arrays, rng = (boxes.cpu().numpy(), flips.cpu().numpy()), np.random.default_rng(0)
@@ -135,24 +139,19 @@ def sampling(size: Size, device: torch.device, seconds: float) -> tuple[int, dic
     }
     if device.type == "cpu":  # beside a GPU it would take longer than all the rest
         batched["image by image, numpy"] = lambda: sample_one_by_one(*arrays, size, rng)
-        seconds *= 2
-    return moved, measure(batched, device, seconds=seconds)
+    return moved, batched
 
 
-def overlap(size: Size, device: torch.device, seconds: float) -> tuple[int, dict]:
+def overlap(size: Size, device: torch.device) -> tuple[int, Alternatives]:
     """The same of the overlap alone, which only analysis calls."""
     boxes, flips, sample = batch_of_boxes(size.batch, device)
     shape = {"grid": size.grid, "keep": size.keep, "groups": GROUPS, "power": POWER, "seed": 0, "epoch": 0}
     first, _ = kernels.sample_views(boxes, flips, sample, **shape)
-    times = measure(
-        {"patch_overlap": lambda: kernels.patch_overlap(boxes, flips, first, grid=size.grid)},
-        device,
-        seconds=seconds / 2,
-    )
-    return size.batch * (34 + 4 * GROUPS * (size.keep + math.prod(size.grid))), times
+    moved = size.batch * (34 + 4 * GROUPS * (size.keep + math.prod(size.grid)))
+    return moved, {"patch_overlap": lambda: kernels.patch_overlap(boxes, flips, first, grid=size.grid)}
 
 
-def gathering(size: Size, device: torch.device, seconds: float) -> tuple[int, dict]:
+def gathering(size: Size, device: torch.device) -> tuple[int, Alternatives]:
     """The same of cutting out and normalising the kept patches of both views, of all groups."""
     views, dtype = [crops_and_index(size, device, GROUPS) for _ in range(2)], type_of_training(device)
     crops, indices = zip(*views, strict=True)
@@ -173,10 +172,10 @@ def gathering(size: Size, device: torch.device, seconds: float) -> tuple[int, di
     }
     pixels = index.numel() * 3 * size.patch**2
     moved = pixels * (1 + torch.finfo(dtype).bits // 8) + index.nbytes
-    return moved, measure(calls, device, seconds=seconds)
+    return moved, calls
 
 
-def embedding(size: Size, device: torch.device, seconds: float) -> tuple[int, dict]:
+def embedding(size: Size, device: torch.device) -> tuple[int, Alternatives]:
     """The same up to the embedded tokens: the kept patches only, or all of them and then a choice."""
     (crops, index), dtype = crops_and_index(size, device), type_of_training(device)
     weight = torch.randn(WIDTH, 3 * size.patch**2, device=device, dtype=dtype)
@@ -190,10 +189,10 @@ def embedding(size: Size, device: torch.device, seconds: float) -> tuple[int, di
 
     pixels = size.batch * size.keep * 3 * size.patch**2
     moved = pixels + size.batch * size.keep * (4 + WIDTH * torch.finfo(dtype).bits // 8)
-    return moved, measure({"gather, embed": kept, "embed all, gather": everything}, device, seconds=seconds)
+    return moved, {"gather, embed": kept, "embed all, gather": everything}
 
 
-def attending(size: Size, device: torch.device, seconds: float) -> tuple[int, dict]:
+def attending(size: Size, device: torch.device) -> tuple[int, Alternatives]:
     """Attention over the kept patches and a class token of both views, six heads of 64, forward and backward.
 
     For a GPU: on a CPU ours is torch's.
@@ -210,10 +209,10 @@ def attending(size: Size, device: torch.device, seconds: float) -> tuple[int, di
         "attention": lambda: torch.autograd.grad(kernels.attention(qkv, heads=heads), qkv, gradient),
         "torch's attention": lambda: torch.autograd.grad(by_torch(), qkv, gradient),
     }
-    return 11 * gradient.nbytes, measure(calls, device, seconds=seconds)
+    return 11 * gradient.nbytes, calls
 
 
-def updating(units: tuple[int, ...], device: torch.device, seconds: float) -> tuple[int, dict]:
+def updating(units: tuple[int, ...], device: torch.device) -> tuple[int, Alternatives]:
     """Clip by a vector, AdamW, momentum network and, on a GPU, copies in bfloat16, of so many parameters in each unit;
     the momentum network lacks the last. The alternative is torch's operations, with nothing read back."""
     bounds = [0, *accumulate(units)]
@@ -249,9 +248,7 @@ def updating(units: tuple[int, ...], device: torch.device, seconds: float) -> tu
         kernels.update_parameters(state, gradient, found, rates, bounds=bounds, rule=rule)
 
     moved = 4 * (11 * n + 2 * shared) + copies.nbytes + key_copies.nbytes
-    with torch.no_grad():
-        times = measure({"update_parameters": ours, "operation by operation": by_operations}, device, seconds=seconds)
-    return moved, times
+    return moved, {"update_parameters": ours, "operation by operation": by_operations}
 
 
 def type_of_training(device: torch.device) -> torch.dtype:
@@ -266,24 +263,31 @@ def crops_and_index(size: Size, device: torch.device, groups: int = 1):
 
 
 def conclusions(d: dict) -> dict:
-    """A row for each operation that has alternatives, its sizes side by side; all as bars, a panel a size."""
-    rows, found, panels = d["rows"], [], {}
+    """A row for each operation that has alternatives, its sizes side by side ("-": failed), and for each failure; those
+    that ran as bars, a panel a size."""
+    rows, found, panels = [row for row in d["rows"] if "failed" not in row], [], {}
     for operation in dict.fromkeys(row["operation"] for row in rows):
         providers = {}
-        for row in rows:
-            if row["operation"] == operation:
+        for row in d["rows"]:
+            if row["operation"] == operation and "provider" in row:
                 providers.setdefault(row["provider"], []).append(row)
         (_, ours), *others = providers.items()
-        sizes = "; ".join(row["size"] + (f", batch {row['batch']}" if row["batch"] else "") for row in ours)
         if others:
-            times = ", ".join(f"{row['p50_us'] / 1e3:.3g}" for row in ours)
-            first, *rest = (f"{name} {', '.join(number(row['times_ours']) for row in of)}" for name, of in others)
+            times = ", ".join(f"{row['p50_us'] / 1e3:.3g}" if row in rows else "-" for row in ours)
+            first, *rest = (
+                f"{name} {', '.join(number(row['times_ours']) if 'times_ours' in row else '-' for row in of)}"
+                for name, of in others
+            )
+            sizes = "; ".join(map(size_of, ours))
             found.append(finding(f"{operation} ({sizes})", f"{times} ms", f"times that: {first}", *rest))
+    for row in d["rows"]:
+        if "failed" in row:
+            what = ": ".join(row[key] for key in ("operation", "provider") if key in row)
+            found.append(finding(f"{what} ({size_of(row)})", without_figures(row)))
     for row in rows:
         times = [row[f"{name}_us"] / 1e3 for name in ("p50", "p20", "p80")]
-        label, ours = f"{row['operation']}: {row['provider']}", row["times_ours"] == 1
-        size = row["size"] + (f", batch {row['batch']}" if row["batch"] else "")
-        panels.setdefault(size, []).append(bar(label, *times, ours=ours))
+        label, ours = f"{row['operation']}: {row['provider']}", row.get("times_ours") == 1
+        panels.setdefault(size_of(row), []).append(bar(label, *times, ours=ours))
     stages = {"sample_views": "sample", "gather_patches": "gather"}
     path = {  # which has a group's gather
         stages[row["provider"]]: {"seconds": row["p50_us"] / 1e6 / row.get("groups", 1)}
@@ -294,37 +298,50 @@ def conclusions(d: dict) -> dict:
     return {"findings": found, "plots": plots, "path": path}
 
 
+def size_of(row: dict) -> str:
+    return row["size"] + (f", batch {row['batch']}" if row["batch"] else "")
+
+
+def rows_of(about: dict, prepare: Callable, device: torch.device, seconds: float, bandwidth: float) -> list[dict]:
+    """A row for each alternative that ``prepare()`` gives, or one where that fails."""
+    try:
+        moved, calls = prepare()
+        found = measure_each(calls, device, seconds=seconds * len(calls))
+    except Exception as error:
+        return [about | {"failed": failure(error)}]
+    rows, ours = [], next(iter(found.values()))
+    for name, time in found.items():
+        row = about | {"provider": name}
+        if "failed" in time:
+            rows.append(row | time)
+            continue
+        rate = moved / time["p50"]
+        row |= {f"{key}_us": time[key] * 1e6 for key in ("p20", "p50", "p80")} | {"runs": time["runs"]}
+        row |= {} if "failed" in ours else {"times_ours": time["p50"] / ours["p50"]}
+        row |= {"bytes": moved} | ({"groups": GROUPS} if about["operation"] == "gathering" else {})
+        rows.append(row | {"gb_per_second": rate / 1e9, "share_of_copy": rate / bandwidth})
+    return rows
+
+
 def main(arguments: list[str]) -> int:
     options = environment.parser("kernels", "Sampling, gathering and the update against the alternatives.").parse_args(
         arguments
     )
     device = environment.device()
-    seconds = 0.05 if options.smoke else 2
-    bandwidth = copy_bandwidth(device, seconds / 2)["p50"]
-    operations = (sampling, overlap, gathering, embedding) + (attending,) * (device.type == "cuda")
-    rows = []
-
-    def add(about: dict, moved: int, times: dict):
-        ours = next(iter(times.values()))["p50"]
-        for name, time in times.items():
-            rate = moved / time["p50"]
-            rows.append(
-                about
-                | {"provider": name}
-                | {f"{key}_us": time[key] * 1e6 for key in ("p20", "p50", "p80")}
-                | {"runs": time["runs"], "times_ours": time["p50"] / ours, "bytes": moved}
-                | ({"groups": GROUPS} if about["operation"] == "gathering" else {})
-                | {"gb_per_second": rate / 1e9, "share_of_copy": rate / bandwidth}
-            )
-        result = {"copy_bytes_per_second": bandwidth, "rows": rows}
-        environment.save(options, result | conclusions(result))
-
-    for size in SMOKE_SIZES if options.smoke else SIZES:
-        for operation in operations:
-            about = {"size": size.name, "batch": size.batch, "operation": operation.__name__}
-            add(about, *operation(size, device, seconds))
+    seconds = 0.03 if options.smoke else 1  # of each alternative
+    bandwidth = copy_bandwidth(device, seconds)["p50"]
     units = SMOKE_UNITS if options.smoke else UNITS
-    about = {"size": f"{sum(units) / 1e6:.1f} M parameters", "batch": None, "operation": updating.__name__}
-    add(about, *updating(units, device, seconds))
-    environment.print_table(rows)
-    return 0
+    work = {}
+    for size in SMOKE_SIZES if options.smoke else SIZES:
+        for operation in (sampling, overlap, gathering, embedding) + (attending,) * (device.type == "cuda"):
+            work[size.name, size.batch, operation.__name__] = functools.partial(operation, size, device)
+    of_all = f"{sum(units) / 1e6:.1f} M parameters", None, updating.__name__
+    work[of_all] = functools.partial(updating, units, device)
+    result = {"copy_bytes_per_second": bandwidth, "rows": []}
+    for about, prepare in work.items():
+        about = dict(zip(("size", "batch", "operation"), about, strict=True))
+        result["rows"] += rows_of(about, prepare, device, seconds, bandwidth)
+        environment.save(options, result | conclusions(result))
+    columns = ("size", "batch", "operation", "provider", "p20_us", "p50_us", "p80_us", "times_ours", "share_of_copy")
+    environment.print_table([{name: row.get(name) for name in (*columns, "failed")} for row in result["rows"]])
+    return int(any("failed" in row for row in result["rows"]))

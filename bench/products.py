@@ -18,7 +18,8 @@ How:
   (``bench/variants/mlp.py``).
 - ``fp8``: forward of e4m3 numbers with a scale a tensor each; making them is not in it.
 
-What cannot run on a device is a row without times that says why. Weights and inputs are random numbers.
+What cannot run on a device is a row without times that says why; so is what fails, with exit code 1. Weights and
+inputs are random numbers.
 """
 
 import dataclasses
@@ -31,9 +32,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import environment
-from bench.findings import bar, finding, number, plot
+from bench.findings import bar, finding, number, plot, without_figures
 from bench.roofline import Sizes
-from bench.timing import matrix_product, measure
+from bench.timing import matrix_product, measure_each
 from bench.variants import cublaslt, mlp
 from run.recipes import RECIPES
 
@@ -117,39 +118,35 @@ def rows_of(recipe: str, batch: int, device: torch.device, seconds: float) -> It
     for name, i, o in sizes.blocks:
         x, weight, bias = (torch.randn(shape, dtype=dtype, device=device) for shape in ((rows, i), (o, i), (o,)))
         calls = alternatives(name, x, weight, bias)
-        for key, call in calls.items():
-            try:
-                callable(call) and call()
-            except Exception as error:  # one that fails stops no other
-                calls[key] = f"failed: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        times = measure({key: call for key, call in calls.items() if callable(call)}, device, seconds=seconds)
+        times = measure_each({key: call for key, call in calls.items() if callable(call)}, device, seconds=seconds)
         for (what, how), call in calls.items():
             row = {"recipe": recipe, "layer": name, "shape": f"{rows} x {i} x {o}", "pass": what, "how": how}
-            if callable(call):
-                time = times[what, how]
+            time = times.get((what, how), {"not_run": call})
+            if "p50" in time:
                 row |= {f"{p}_us": time[p] * 1e6 for p in ("p20", "p50", "p80")}
                 row |= {"flop_per_second": 2 * rows * i * o / time["p50"]}
-            yield row if callable(call) else row | {"not_run": call}
+            yield row if "p50" in time else row | time
 
 
 def conclusions(d: dict) -> dict:
     """Of each layer and pass the rate by default, and of the others those that differ, as times of it; all as bars."""
     found, panels = [], {}
-    measured = [row for row in d["rows"] if "not_run" not in row]
+    measured = [row for row in d["rows"] if "flop_per_second" in row]
     for recipe, layer, what in dict.fromkeys((row["recipe"], row["layer"], row["pass"]) for row in measured):
         of = {"recipe": recipe, "layer": layer, "pass": what}
         ways = {row["how"]: row for row in measured if of.items() <= row.items()}
-        default = ways.pop("default")
-        rate = f"{number(default['flop_per_second'] / 1e12)} TFLOP/s, {number(default['p50_us'])} us"
-        others = (f"{how} {number(row['p50_us'])} us" for how, row in ways.items())
-        found.append(finding(f"product {layer}, {what}, {recipe} ({default['shape']}, {d['dtype']})", rate, *others))
+        (how, first), *others = ways.items()  # the first by default, unless that failed
+        rate = f"{number(first['flop_per_second'] / 1e12)} TFLOP/s, {number(first['p50_us'])} us"
+        rate += f" ({how})" * (how != "default")
+        others = (f"{how} {number(row['p50_us'])} us" for how, row in others)
+        found.append(finding(f"product {layer}, {what}, {recipe} ({first['shape']}, {d['dtype']})", rate, *others))
     for row in measured:
         rates = (row["flop_per_second"] * row["p50_us"] / row[f"{p}_us"] / 1e12 for p in ("p50", "p80", "p20"))
         label = f"{row['layer']} {row['pass']}: {row['how']}"
         panels.setdefault(row["recipe"], []).append(bar(label, *rates, ours=row["how"] == "default"))
-    missing = dict.fromkeys(f"{row['how']}: not run, {row['not_run']}" for row in d["rows"] if "not_run" in row)
+    missing = dict.fromkeys(f"{row['how']}: {said}" for row in d["rows"] if (said := without_figures(row)))
     if missing:
-        found.append(finding("products that were not run", *missing))
+        found.append(finding("products without figures", *missing))
     return {"findings": found, "plots": [plot("Products of a block", "TFLOP/s (p20 to p80)", panels)]}
 
 
@@ -170,7 +167,7 @@ def main(arguments: list[str]) -> int:
     columns = ("recipe", "layer", "shape", "pass", "how", "p20_us", "p50_us", "p80_us")
     environment.print_table([
         {column: row.get(column) for column in columns}
-        | {"TFLOP/s": None if "not_run" in row else row["flop_per_second"] / 1e12, "not run": row.get("not_run")}
+        | {"TFLOP/s": row.get("flop_per_second", 0) / 1e12 or None, "why none": without_figures(row)}
         for row in result["rows"]
     ])  # fmt: skip
-    return 0
+    return int(any("failed" in row for row in result["rows"]))

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from bench.findings import failure
+
 HEAD_START = 1_000_000  # clock cycles the GPU is kept waiting, so that the launches are queued when it begins: 0.5 ms
 
 
@@ -27,6 +29,21 @@ def measure(calls: dict[str, Callable], device: torch.device, *, seconds: float,
         for name, call in calls.items():
             times[name].append(once(call))
     return {name: summary(values) for name, values in times.items()}
+
+
+def measure_each(calls: dict[str, Callable], device: torch.device, *, seconds: float) -> dict[str, dict]:
+    """The same, with {"failed": why} of a call that fails at first, which stops no other."""
+    found = {}
+    for name, call in calls.items():
+        found[name] = {}
+        try:
+            call()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        except Exception as error:
+            found[name] = {"failed": failure(error)}
+    running = {name: call for name, call in calls.items() if not found[name]}
+    return found | (measure(running, device, seconds=seconds) if running else {})
 
 
 def summary(seconds: list[float]) -> dict:

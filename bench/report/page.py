@@ -70,7 +70,8 @@ def _head(result: Result) -> list[str]:
 def _plots(result: Result, folder: Path):
     for plot in result.data.get("plots", ()) if result.scale != "smoke" else ():
         name = "-".join([result.path.parent.name, result.path.stem, *([plot["name"]] if "name" in plot else [])])
-        yield f"<h4>{_text(plot['title'])}</h4>\n{plots.draw(plot, folder / f'{name}.png')}"
+        if plot["panels"]:  # unless all failed
+            yield f"<h4>{_text(plot['title'])}</h4>\n{plots.draw(plot, folder / f'{name}.png')}"
 
 
 def figures(data: dict) -> list[tuple[str, list[dict]]]:

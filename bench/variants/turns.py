@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench import environment
-from bench.findings import bar, finding, number, plot
+from bench.findings import bar, failure, finding, number, plot, without_figures
 from bench.step import Synthetic, time_in_turns, wait
 from bench.variants.changes import BY_NAME, SLOW, apply, compatible
 from run.recipes import Config
@@ -142,7 +142,7 @@ def measure(config: Config, device: torch.device, names: list[str], turns: int, 
                 other.batch()
             times = time_in_turns({"plain": base, what: other}, config, device, turns)
         except Exception as error:  # one that fails stops no other
-            return row | {"failed": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"}
+            return row | {"failed": failure(error)}
         if recorded := getattr(other.training, "recorded", None):
             row["in_a_graph"] = not recorded.failed
         saved = (times["plain"]["step_seconds"]["p50"] - times[what]["step_seconds"]["p50"]) * 1e3
@@ -168,10 +168,8 @@ def conclusions(d: dict) -> dict:
     found, bars = [], []
     for row in d["rows"]:
         what = f"variant {row['name']}, {d['recipe']}, batch {d['batch_size']}"
-        if "not_run" in row or "failed" in row:
-            found.append(
-                finding(what, f"not run: {row['not_run']}" if "not_run" in row else f"failed: {row['failed']}")
-            )
+        if without_figures(row):
+            found.append(finding(what, without_figures(row)))
             continue
         saved = [f"{row['saved_ms']:+.2f} ms saved of {number(row['base']['p50'] * 1e3)}"]
         if "predicted_ms" in row:
@@ -212,8 +210,7 @@ def main(options, config: Config, device: torch.device) -> int:
     environment.print_table([
         {"variant": row["name"]}
         | {column: row.get(column) for column in columns}
-        | {"verdict": f"not run: {row['not_run']}" if "not_run" in row else row.get("failed") or
-           ("within tolerance" if row["within"] else "outside of its tolerance")}
+        | {"verdict": without_figures(row) or ("within tolerance" if row["within"] else "outside of its tolerance")}
         for row in rows
     ])  # fmt: skip
     print(*(f"together: {', '.join(row['applied'])}" for row in rows if row["name"] == "together"))

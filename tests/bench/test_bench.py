@@ -16,7 +16,8 @@ from conftest import ROOT, run_program
 
 import kernels
 from bench import big, collectives, compile, counters, embed, environment, learning, pipeline, sanitizer, train
-from bench.kernels import GROUPS, POWER, Size, batch_of_boxes, sample_one_by_one, sample_with_multinomial
+from bench.__main__ import main
+from bench.kernels import GROUPS, POWER, SMOKE_SIZES, Size, batch_of_boxes, sample_one_by_one, sample_with_multinomial
 from bench.report import tables
 from bench.report.results import read
 from bench.timing import summary
@@ -276,6 +277,30 @@ def test_balance_names_what_limits():
     assert balance(4000, 0, 4, alone=4000, threads=6) | {"limited_by": "steps", "threads_to_balance": 2} == balance(
         4000, 0, 4, alone=4000, threads=6
     )
+
+
+def test_a_kernel_that_fails_stops_no_other(tmp_path, monkeypatch, capsys):
+    """Ours, what is fed by it, and an alternative to another: each is a row that says why, and the exit code is 1."""
+
+    def broken(*_, **__):
+        raise RuntimeError("broken\nand more")
+
+    monkeypatch.setattr("kernels.sample_views", broken)
+    monkeypatch.setattr("bench.kernels.normalise", broken)
+    monkeypatch.setattr("bench.kernels.SMOKE_SIZES", SMOKE_SIZES[1:])
+    assert main(["kernels", "--smoke", "--json", str(tmp_path / "k.json")]) == 1
+    result = json.loads((tmp_path / "k.json").read_text())
+    rows = {(row["operation"], row.get("provider")): row for row in result["rows"]}
+    failed = {of for of, row in rows.items() if row.get("failed") == "RuntimeError: broken" and "p50_us" not in row}
+    assert failed == {
+        ("sampling", "sample_views"), ("overlap", None), ("gathering", "torch indexing"),
+        ("gathering", "normalise all, index"), ("embedding", "embed all, gather"),
+    }  # fmt: skip
+    assert all("p50_us" in rows[of] for of in rows.keys() - failed) and ("updating", "update_parameters") in rows
+    assert "times_ours" not in rows["sampling", "torch.multinomial"]
+    said = {row["what"]: row["result"] for row in result["findings"]}
+    assert said["sampling (cifar 16x16, P 2, batch 8)"] == "- ms"
+    assert said["overlap (cifar 16x16, P 2, batch 8)"] == "failed: RuntimeError: broken"
 
 
 def test_two_ranks_are_tried_where_the_library_of_one_fails(tmp_path, monkeypatch, capsys):
