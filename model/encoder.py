@@ -146,7 +146,10 @@ def encode(vit: VisionTransformer, patches: Tensor, index: Tensor) -> Tensor:
     prefix = vit.pos_embed.shape[1] - vit.patch_embed.num_patches  # class and register tokens that have positions
     # Under autocast the sum of all blocks stays in half precision, which halves its traffic: float32 positions would
     # make it float32.
-    tokens = tokens + F.embedding(index, vit.pos_embed[0, prefix:]).to(tokens.dtype)
+    positions = vit.pos_embed[0, prefix:]
+    # Learned ones on a GPU by a product: the gradient of an embedding is summed by atomics, in any order.
+    rows = rows_by_product if positions.requires_grad and positions.device.type != "cpu" else F.embedding
+    tokens = tokens + rows(index, positions).to(tokens.dtype)
     extra = [token for token in (vit.cls_token, vit.reg_token) if token is not None]
     if extra:
         extra = torch.cat(extra, 1)
@@ -162,6 +165,12 @@ def encode(vit: VisionTransformer, patches: Tensor, index: Tensor) -> Tensor:
             tokens = block(tokens, **how)
     tokens = vit.norm(tokens)
     return vit.forward_head(tokens, pre_logits=True)
+
+
+def rows_by_product(index: Tensor, table: Tensor) -> Tensor:
+    """As ``F.embedding`` of numbers [B,K] and a table [N,D], but with a gradient that is equal from run to run."""
+    chosen = index[..., None] == torch.arange(len(table), device=index.device)
+    return chosen.to(table.dtype) @ table
 
 
 def by_class_token(vit: VisionTransformer) -> bool:

@@ -129,6 +129,19 @@ def test_a_rank_dies_the_job_goes_on_from_the_checkpoint_and_stops_as_one(photos
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, *range(3, 97, 3)]
 
 
+@pytest.mark.gpu
+def test_a_run_on_a_gpu_goes_on_in_another_process_with_the_same_bits(photos, tmp_path):
+    """Also where positions are learned; both processes take the code that the first has compiled."""
+    pytest.importorskip("tyro")
+    pytest.importorskip("nvidia.dali")
+    how = *MORE, "--device", "cuda", "--precision", "bfloat16", "--position-embedding", "learned", "--max-steps"
+    for output, steps in (("whole", 16), ("parts", 6), ("parts", 16)):
+        train(photos, tmp_path / output, *how, steps)
+    assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
+    one, other = ((tmp_path / name / "encoder/model.safetensors").read_bytes() for name in ("whole", "parts"))
+    assert one == other
+
+
 def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(undisturbed, photos, tmp_path):
     output = tmp_path / "run"
     shutil.copytree(undisturbed[0], output)

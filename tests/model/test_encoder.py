@@ -8,7 +8,7 @@ from timm.models.vision_transformer import Attention, Block
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import by_class_token, create_encoder, encode, patch_grid, timm_arguments
-from model.encoder import PackedAttention, pack, sincos_position_embedding
+from model.encoder import PackedAttention, pack, rows_by_product, sincos_position_embedding
 
 
 def encoder(name="vit_tiny_patch16_224", image_size=32, patch_size=8, depth=2, sincos=True, frozen=False, seed=0):
@@ -202,3 +202,17 @@ def test_initial_weights_are_those_of_moco_v3():
 def test_a_learned_position_embedding_starts_small_and_random():
     positions = encoder(sincos=False).pos_embed
     assert positions.requires_grad and positions.std().item() == pytest.approx(0.02, rel=0.05)
+
+
+@pytest.mark.parametrize("precision", [torch.float64, torch.float32, torch.bfloat16])
+def test_rows_by_product_are_those_of_an_embedding(precision):
+    """In half precision to the bit too, but for the gradient's rounding to that."""
+    index = torch.stack([torch.randperm(49)[:12] for _ in range(5)]).int()
+    table = torch.randn(49, 24, dtype=torch.promote_types(precision, torch.float32), requires_grad=True)
+    with torch.autocast("cpu", enabled=precision == torch.bfloat16):
+        found = rows_by_product(index, table)
+    expected = F.embedding(index, table)
+    assert found.dtype == precision and torch.equal(found, expected.to(precision))
+    given = torch.randn(found.shape, dtype=precision)
+    got, known = (torch.autograd.grad(rows, table, given.to(rows.dtype))[0] for rows in (found, expected))
+    torch.testing.assert_close(got, known, rtol=0.01 if precision == torch.bfloat16 else 1e-5, atol=1e-5)
