@@ -38,6 +38,21 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(tmp_path):
         checkpoint.newest(tmp_path)
 
 
+def test_no_damaged_bit_is_a_traceback(tmp_path):
+    """In headers zipfile takes it for encryption, for compression, or for names in another encoding."""
+    path = checkpoint.save(tmp_path, 1, {"weights": torch.zeros(4)}, **KEEP)
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        flipped = bytearray(whole)
+        flipped[place] ^= 1 << place % 8
+        path.write_bytes(flipped)
+        try:
+            said = str(checkpoint.newest(tmp_path))
+        except ValueError as error:
+            said = str(error)
+        assert str(path) in said
+
+
 def test_a_crash_while_writing_leaves_the_old_file(tmp_path, monkeypatch):
     path = checkpoint.save(tmp_path, 1, {"step": 1}, **KEEP)
     before = path.read_bytes()
