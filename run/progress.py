@@ -92,7 +92,7 @@ class Report:
         self.steps_per_epoch = steps_per_epoch
         self.sums = torch.zeros(len(figures) + 1, device=ranks.device)  # the last: steps with a finite gradient
         self.skipped = torch.zeros(3, device=ranks.device)  # in all, in a row, most in a row since the last line
-        self.count = 0
+        self.count = 0  # steps of this process since the last line, for its speed
         self.waits = []  # since the last line: moments before and after each, see ``_now``
         self.since = time.perf_counter()
         self.fresh = True  # this process has taken no step
@@ -244,13 +244,11 @@ class Report:
             self.bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def state_dict(self) -> dict:
-        sums = self.ranks.mean(self.sums.clone())
-        return {"sums": sums, "skipped": self.skipped.clone(), "count": self.count}
+        return {"sums": self.ranks.mean(self.sums.clone()), "skipped": self.skipped.clone()}
 
     def load_state_dict(self, state: dict) -> None:
         self.sums.copy_(state["sums"])
         self.skipped.copy_(state["skipped"])
-        self.count = state["count"]
 
     def _show(self, record: dict) -> None:
         self.bar.update(self.task, record=record)

@@ -158,16 +158,19 @@ def test_five_steps_in_a_row_without_a_finite_gradient_are_too_many(tmp_path):
     assert len(ended) > 5 and None in ended
 
 
-def test_a_report_goes_on_where_it_was(tmp_path):
-    """Saved between two lines, also within a row; lines of steps that are taken again are dropped, and torn ones."""
+def test_a_report_goes_on_where_it_was(tmp_path, clock):
+    """Saved between two lines, also within a row; lines of steps that are taken again are dropped, and torn ones. The
+    speed is that of the steps that were taken since."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder in (whole, parts):
         folder.mkdir()
     one = report(whole)
     for number in range(1, 11):
+        clock[0] += 1
         step(one, number, number not in (5, 6))
     one = report(parts)
     for number in range(1, 9):
+        clock[0] += 1
         step(one, number, number not in (5, 6))
         if number == 6:
             saved = {name: v.clone() if torch.is_tensor(v) else v for name, v in one.state_dict().items()}
@@ -178,7 +181,9 @@ def test_a_report_goes_on_where_it_was(tmp_path):
     assert [line["step"] for line in records(parts)] == [1, 4]
     other.load_state_dict(saved)
     for number in range(7, 11):
+        clock[0] += 1
         step(other, number)
+    assert [line.get("pairs_per_second") for line in records(parts)[2:]] == [8, 8]
     kept = [{k: v for k, v in line.items() if "second" not in k and k != "data_wait"} for line in records(parts)]
     clocked = [{k: v for k, v in line.items() if "second" not in k and k != "data_wait"} for line in records(whole)]
     assert kept == clocked
