@@ -5,7 +5,9 @@ python finetune.py --encoder none --recipe cifar --data TRAIN --eval-data VAL --
 torchrun --nproc-per-node 8 finetune.py --encoder RUN --recipe imagenet --data TRAIN --eval-data VAL --output OUT
 """
 
+import contextlib
 import json
+import os
 import signal
 from dataclasses import asdict
 
@@ -39,7 +41,7 @@ from run.images import open_data, open_loader, record
 from run.loop import Loop, running
 from run.ranks import Ranks
 from run.recipes import learning_rate
-from run.session import named, open_output, origin
+from run.session import lock, named, open_output, origin
 from transfer.finetuning import Tuning, evaluate, new_model
 from transfer.pretrained import square
 from transfer.probe import PROBES
@@ -94,11 +96,13 @@ def probe(config: TuneConfig, ranks: Ranks, index: Index, evaluation: Index) -> 
     vit, description = new_model(config, 0)
     square(vit)
     config.output.mkdir(parents=True, exist_ok=True)  # whether it can be is not said only behind the measurement
+    with contextlib.suppress(ValueError):  # or another probe takes this one's record for a dead one's
+        lock(config.output)
     with shown(f"{config.probe} probe", "embedding images") as progress:
         scores = PROBES[config.probe](
             vit.to(ranks.device), index, evaluation, images=config.probe_images, mean=description["mean"],
             std=description["std"], device=ranks.device, threads=ranks.threads(config.threads),
-            record=record(config, ranks, "evaluation"), progress=progress,
+            record=record(config, ranks, f"probe-{os.getpid()}"), progress=progress,
         )  # fmt: skip
     left_out = scores.pop("left_out")
     figures = ", ".join(

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import finetune
 from model.encoder import create_plain
+from pipeline import inflight
 from run.signals import StopRequest
 from transfer.finetuning import new_model
 
@@ -190,6 +191,24 @@ def test_probes_leave_the_encoder_as_it_is(data, tuned, tmp_path, capsys, monkey
     for name, tensor in seen[0][0].state_dict().items():
         assert torch.equal(tensor, state[name])
     assert not (tmp_path / "config.json").exists()
+
+
+def test_a_probe_that_goes_on_is_not_taken_for_one_that_has_died(data, tuned, tmp_path, monkeypatch):
+    """Two on the same images, with the same folder for their results."""
+    arguments = ["--encoder", tuned, "--data", data / "train", "--eval-data", data / "val", "--output", tmp_path]
+    arguments = [*map(str, arguments), "--device", "cpu", "--threads", "1", "--probe", "knn"]
+    others = []
+
+    def measured(vit, index, evaluation, *, record, **how):
+        with inflight.Record(record, evaluation.fingerprint) as held:
+            held.note(np.arange(4))
+            others.append(run_program("finetune.py", *arguments).stdout)
+        return {"top1": 50.0, "train_images": 1, "eval_images": 1, "left_out": {}}
+
+    monkeypatch.setitem(finetune.PROBES, "knn", measured)
+    finetune.main(arguments)
+    assert "knn probe of" in others[0] and "ended without a word" not in others[0]
+    assert not list((tmp_path / "inflight").iterdir()) and (tmp_path / "probes.jsonl").read_text().count("\n") == 2
 
 
 @pytest.mark.gpu
