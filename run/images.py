@@ -1,6 +1,7 @@
 """Opening a run's images: what there is to train on, and to measure accuracy on."""
 
 import contextlib
+import dataclasses
 import time
 from pathlib import Path
 
@@ -13,8 +14,8 @@ from .ranks import Ranks
 from .recipes import ImagesConfig
 from .session import CHANGED, GONE, INFLIGHT, KEPT, check_batch, check_folder, check_share, lock, named
 
-# The embedded dataset: generated once, then shared by all runs of a checkout.
 _TRIED = 5  # objects that are read to see what one takes
+# The generated dataset: drawn once, then shared by all runs of a checkout.
 TOY = Path(__file__).resolve().parent.parent / "runs" / "toy-data"
 
 
@@ -78,11 +79,14 @@ def _scan(config: ImagesConfig, ranks: Ranks, what: str, data: Path, cache: Path
 
 def scanned(data: Path, ranks: Ranks, *, cache: Path | None, trust: bool, shared: Path | None) -> Index:
     """The index of ``data``, on rank 0, as of ``Index.scan``. Where there are ranks on other machines it is left in
-    ``shared``, a file that they see."""
+    ``shared``, a file that they see; without one they get its arrays, not the name of a file."""
     index = Index.scan(data, cache=cache, trust=trust)
-    if shared and ranks.count > ranks.local_count and cache != shared.parent:
-        index.keep(shared)
-        index = Index.kept(shared, index.root) or index
+    if ranks.count > ranks.local_count:
+        if shared is None:
+            return dataclasses.replace(index, stored=None)
+        if cache != shared.parent:
+            index.keep(shared)
+            index = Index.kept(shared, index.root) or index
     return index
 
 

@@ -1,6 +1,8 @@
 """What there is to train on and to evaluate on, and which of it is refused."""
 
 import dataclasses
+import pickle
+import shutil
 
 import pytest
 import torch
@@ -112,6 +114,16 @@ def test_the_generated_images_stand_in_and_the_loader_knows_what_is_bad(folder, 
     assert loader.bad == {1: "why"} and loader.batches_per_epoch == 3 and loader.seed == 3
     (batch,) = loader.batches(0, 1)
     assert batch.views[0].shape == (2, 4, 4, 3) and batch.views[0].dtype == torch.uint8
+
+
+def test_ranks_elsewhere_get_an_index_that_they_can_read(folder):
+    """Where nothing may be left for them in a file, as by a dry run, all of it."""
+    ranks = dataclasses.replace(ALONE, count=2)
+    index = images.scanned(folder / "data", ranks, cache=folder / "cache", trust=False, shared=None)
+    given = pickle.dumps(index)
+    shutil.rmtree(folder / "cache")
+    there = pickle.loads(given)
+    assert there.paths == index.paths and there.fingerprint == index.fingerprint
 
 
 def test_what_an_object_store_takes_is_said(bucket, tmp_path):
