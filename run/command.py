@@ -34,7 +34,7 @@ def answer(program: str, parse: Callable[[list[str]], Any], *packages: str) -> N
                 why = str(error) or type(error).__name__
                 raise OSError(f"{package} does not load ({why}); expected it installed, and enough memory") from None
     except (ValueError, OSError) as error:
-        if os.environ.get("RANK", "0") == "0":
+        if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"{program}: {error}", file=sys.stderr)
         sys.exit(2)
 

@@ -30,7 +30,7 @@ def opening(program: str) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        if os.environ.get("RANK", "0") == "0":
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # of each machine: it may be wrong on one of them alone
             print(f"{program}: {error}", file=sys.stderr)
         Ranks.leave()
         sys.exit(2)

@@ -44,7 +44,7 @@ def test_a_full_standard_output_is_not_taken_for_the_output_folder(monkeypatch):
     assert end.value.code.startswith("a.py: [Errno 28] No space left on device on standard output; what was saved")
 
 
-def test_other_errors_are_not_hidden_and_wrong_input_is_said_by_one_rank(monkeypatch, capsys):
+def test_other_errors_are_not_hidden_and_wrong_input_is_said_once_on_each_machine(monkeypatch, capsys):
     def broken(_):
         raise RuntimeError("a bug")
 
@@ -57,7 +57,7 @@ def test_other_errors_are_not_hidden_and_wrong_input_is_said_by_one_rank(monkeyp
         program.run("a.py", interrupted)
     assert end.value.code == STOPPED and capsys.readouterr().err.startswith("a.py: interrupted; the same command")
     for rank, said in (("0", "a.py: wrong\n"), ("1", "")):
-        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
         with pytest.raises(SystemExit) as end, program.opening("a.py"):
             raise ValueError("wrong")
         assert end.value.code == 2 and capsys.readouterr().err == said
