@@ -327,6 +327,8 @@ def running(
             loop.stopped = True
             loop.save()
         except TooManyBadFiles as error:
+            if not ranks.first:  # whose files are not in the list of the first one yet
+                raise
             raise TooManyBadFiles(f"{error}; {config.output / 'rejected.jsonl'} names all of them") from None
         except TooManySkipped as error:
             raise TooManySkipped(f"{error}; {loop.write_skipped()} names the images") from None

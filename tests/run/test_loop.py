@@ -280,8 +280,11 @@ def test_bad_files_are_remembered_but_for_those_that_had_changed(tmp_path):
     assert json.loads(state["run"]) == json.loads((tmp_path / "config.json").read_text())
 
 
-@pytest.mark.parametrize("dry", [False, True])
-def test_too_many_bad_files_are_said_to_be_named_where_they_are(tmp_path, dry):
+@pytest.mark.parametrize("dry, rank", [(False, 0), (True, 0), (False, 1)])
+def test_too_many_bad_files_are_said_to_be_named_where_they_are(tmp_path, monkeypatch, dry, rank):
+    """Each rank counts its own, and the first writes: another one's are not in the file."""
+    monkeypatch.setitem(globals(), "ALONE", dataclasses.replace(ALONE, rank=rank))
+
     class Bad(Loader):
         def batches(self, first, last):
             raise TooManyBadFiles("21 of 50 images")
@@ -289,7 +292,7 @@ def test_too_many_bad_files_are_said_to_be_named_where_they_are(tmp_path, dry):
     with pytest.raises(TooManyBadFiles, match="21 of 50 images") as error:
         run(tmp_path, loader=Bad(), dry_run=dry)
     file = tmp_path / "rejected.jsonl"
-    assert (str(file) in str(error.value)) == file.exists() == (not dry)
+    assert (str(file) in str(error.value)) == file.exists() == (not dry and not rank)
 
 
 def test_what_one_rank_finds_bad_all_know(tmp_path):
