@@ -50,7 +50,7 @@ class Shards:
         return (json.dumps(["tar", self.found, self.unreadable]).encode(),)
 
     def rows(self, read):
-        states = np.array([(size, time) if time else (-1, -1) for _, size, time in self.found], np.int64)
+        states = np.array([(-1, -1) if time is None else (size, time) for _, size, time in self.found], np.int64)
         states = states.reshape(-1, 2)
         images = int(states[:, 0].clip(0).sum()) // 20_000  # as if small ones
         for number, rows in enumerate(read(self.root, self.shards, states, images)):

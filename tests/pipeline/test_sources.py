@@ -15,6 +15,7 @@ from conftest import photo
 from PIL import Image
 
 from pipeline import Augmentation, Index, Loader, evaluation_batches, headers, scan
+from pipeline.shards import Shards
 from pipeline.stream import replacement
 
 
@@ -291,6 +292,13 @@ def test_the_cache_of_shards_is_used_until_a_shard_changes(tmp_path, monkeypatch
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     apart = Index.scan(root)
     assert len(scans) == 3 and apart.fingerprint == Index.scan(root, cache).fingerprint, "by worker processes"
+
+
+def test_a_shard_of_the_time_0_is_known_by_its_size(tmp_path):
+    """As files have it that are unpacked from reproducible archives."""
+    stamps = []
+    list(Shards(tmp_path, [["a.tar", 7, 0]]).rows(lambda *asked: stamps.append(asked[2].tolist()) or [[]]))
+    assert stamps == [[[7, 0]]]
 
 
 def test_errors_are_one_clear_line(tmp_path, monkeypatch):
