@@ -3,8 +3,11 @@
 The input path is measured alone as well, with as many threads. Its need is what the steps would take if they never
 waited; from its rate, taken to be proportional to threads, follows how many threads a rank needs for both to balance.
 (Where a GPU's own engines decode, that is a lower bound of what they give with more threads.)
+
+A run that fails or is cut off leaves figures all the same, of what it has logged by then.
 """
 
+import contextlib
 import json
 import math
 import subprocess
@@ -43,19 +46,21 @@ def main(arguments: list[str]) -> int:
         "runs": [],
     }  # fmt: skip
     with folder_of_images(options.images, 4 * batch) as (images, index):
+        environment.describe()  # asks the driver, for which a limit leaves no time
         for ranks in options.ranks:
-            lines = run(images, recipe, batch, steps, ranks, more)
-            if lines is None:
+            lines, row = [], {"ranks": ranks}
+            try:
+                code = run(images, recipe, batch, steps, ranks, more, lines)
+            finally:
+                rates, waits = speeds(lines)
+                if rates:
+                    row["pairs_per_second"] = len(rates) / sum(1 / rate for rate in rates)
+                    row["data_wait"] = sum(waits) / len(waits)
+                    if ranks == options.ranks[0]:
+                        result |= {"metrics": lines} | {name: row[name] for name in row if name != "ranks"}
+                        environment.save(options, result | conclusions(result))
+            if code or not rates:
                 return 1
-            steady = [line for line in lines if line.get("step", 0) > steps // 2 and "data_wait" in line]
-            rates, waits = ([line[name] for line in steady] for name in ("pairs_per_second", "data_wait"))
-            row = {
-                "ranks": ranks, "pairs_per_second": len(rates) / sum(1 / rate for rate in rates),
-                "data_wait": sum(waits) / len(waits),
-            }  # fmt: skip
-            if ranks == options.ranks[0]:
-                result |= {name: row[name] for name in ("pairs_per_second", "data_wait")} | {"metrics": lines}
-                environment.save(options, result | conclusions(result))
             threads = Ranks(0, ranks, ranks, environment.device()).threads()
             loader = Loader(
                 index, config.augmentation, image_size=32 if options.smoke else config.image_size,
@@ -72,10 +77,9 @@ def main(arguments: list[str]) -> int:
 def conclusions(d: dict) -> dict:
     """Of the first number of ranks pairs per second, with the range of the log's lines; of each what limits it."""
     of = f"{d['recipe']}, batch {d['batch_size']}"
-    lines = [line for line in d["metrics"] if "data_wait" in line]
-    lines = [line for line in lines if line["step"] > lines[-1]["step"] / 2]
-    rates, waits = ([line[name] for line in lines] for name in ("pairs_per_second", "data_wait"))
+    (rates, waits), last = speeds(d["metrics"]), d["metrics"][-1]["step"]
     spans = f"{number(min(rates))}-{number(max(rates))}, {100 * min(waits):.1f}-{percent(max(waits))}"
+    spans += f"; until step {last} of {d['steps']}" * (last < d["steps"])
     speed = f"{number(d['pairs_per_second'])} pairs/s, {percent(d['data_wait'])} of the time waiting for data"
     found = [finding(f"train.py on files, {of}", f"{speed} after warm-up (lines of the log: {spans})")]
     for row in d.get("runs", ()):
@@ -91,18 +95,28 @@ def conclusions(d: dict) -> dict:
     return {"findings": found}
 
 
-def run(images: Path, recipe: str, batch: int, steps: int, ranks: int, more: list[str]) -> list[dict] | None:
-    """The lines of metrics of a run; None where it failed."""
+def speeds(lines: list[dict]) -> tuple[list[float], list[float]]:
+    """Pairs per second, and shares of the time waited for data, of the lines of metrics of the second half of the steps
+    so far; without the first that has a speed, in which compiling counts."""
+    lines = [line for line in lines if "data_wait" in line][1:]
+    lines = [line for line in lines if line["step"] > lines[-1]["step"] / 2]
+    return [line["pairs_per_second"] for line in lines], [line["data_wait"] for line in lines]
+
+
+def run(images: Path, recipe: str, batch: int, steps: int, ranks: int, more: list[str], lines: list[dict]) -> int:
+    """The exit code of a run, whose lines of metrics come to ``lines``, however it ends."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks] if ranks > 1 else []
     with tempfile.TemporaryDirectory() as output:
         command = [
             sys.executable, *launcher, environment.ROOT / "train.py", "--recipe", recipe, "--data", images, "--output",
-            output, "--batch-size", batch, "--epochs", steps, "--max-steps", steps, "--log-every", max(1, steps // 4),
+            output, "--batch-size", batch, "--epochs", steps, "--max-steps", steps, "--log-every", max(1, steps // 8),
             *more,
         ]  # fmt: skip
-        if subprocess.run([*map(str, command)], cwd=environment.ROOT).returncode:
-            return None
-        return [json.loads(line) for line in (Path(output) / "metrics.jsonl").read_text().splitlines()]
+        try:
+            return subprocess.run([*map(str, command)], cwd=environment.ROOT).returncode
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                lines += map(json.loads, (Path(output) / "metrics.jsonl").read_text().splitlines())
 
 
 def balance(pairs: float, wait: float, groups: int, alone: float, threads: int) -> dict:

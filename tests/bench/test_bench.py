@@ -269,6 +269,35 @@ def test_one_turn_has_no_spread():
     assert summary([2.0]) == {"p20": 2.0, "p50": 2.0, "p80": 2.0, "runs": 1}
 
 
+def test_what_a_run_logged_until_it_was_cut_off_is_kept(tmp_path, monkeypatch):
+    """At a limit, and where it fails; not the first line with a speed, in which compiling counts."""
+
+    def run(how, file):
+        def ended(command, **_):
+            lines = [{"step": 1}, *({"step": n, "pairs_per_second": 30 * n, "data_wait": 0.5} for n in (1, 2, 4, 6))]
+            output = Path(command[command.index("--output") + 1])
+            (output / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:until]))
+            return how()
+
+        monkeypatch.setattr(train, "subprocess", SimpleNamespace(run=ended))
+        return main(["train", "--smoke", "--json", str(tmp_path / file)])
+
+    def cut_off():
+        raise KeyboardInterrupt
+
+    until = 5
+    assert run(cut_off, "cut.json") == 130 and run(lambda: SimpleNamespace(returncode=3), "failed.json") == 1
+    for file in "cut.json", "failed.json":
+        result = json.loads((tmp_path / file).read_text())
+        assert round(result["pairs_per_second"]) == 144 and len(result["metrics"]) == 5  # one over (1/120 + 1/180) / 2
+        (said,) = result["findings"]
+        assert said["result"] == "144 pairs/s, 50.0 % of the time waiting for data after warm-up " + (
+            "(lines of the log: 120-180, 50.0-50.0 %; until step 6 of 8)"
+        )
+    until = 2
+    assert run(cut_off, "early.json") == 130 and not (tmp_path / "early.json").exists()
+
+
 def test_balance_names_what_limits():
     """Steps that take 1,000 images/s and wait half of the time need 2,000; six threads give 1,000."""
     found = balance(4000, 0.5, 4, alone=1000, threads=6)
