@@ -27,6 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench import environment
 from bench.findings import PATH_BATCH, PATH_RECIPE, bar, finding, number, plot
+from bench.timing import NO_KERNEL
 from pipeline import Augmentation, Index, Loader, graph
 from run.program import opening
 from run.ranks import Ranks
@@ -216,7 +217,7 @@ def kernel_time(index, config, batch, device, batches=8) -> list[dict]:
         for event in sorted(events, key=lambda event: -event.self_device_time_total)
     ]
     if not rows:
-        print("kernels of the input path: the profiler saw none: it may not look at the GPU here")
+        print(f"kernels of the input path: {NO_KERNEL}")
         return []
     total = {"kernel": "all, per batch", "calls": sum(r["calls"] for r in rows), "ms": sum(r["ms"] for r in rows)}
     return [total, *rows[:20]]

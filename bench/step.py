@@ -34,7 +34,7 @@ from bench import environment, roofline
 from bench.findings import PATH_BATCH, PATH_RECIPE, bar, finding, number, percent, plot
 from bench.kernels import batch_of_boxes
 from bench.plain import Plain
-from bench.timing import copy_bandwidth, matrix_product, summary
+from bench.timing import NO_KERNEL, copy_bandwidth, matrix_product, summary
 from pipeline import Batch
 from run.recipes import RECIPES, Config
 from run.training import Training
@@ -169,7 +169,7 @@ def where_time_goes(run: Callable, device: torch.device, seconds: float, trace: 
     calls = {e.key: e.count for e in events}
     total = sum(own.values())
     if not total:
-        return {"not_run": "the profiler saw no kernel: it may not look at the GPU here (see the warning of CUPTI)"}
+        return {"not_run": NO_KERNEL}
     ours = ("_sample_kernel", "_gather_kernel") if on_gpu else ("aps::sample_views", "aps::gather_patches")
     if not on_gpu:  # the reference runs operations of its own inside
         own |= {e.key: e.cpu_time_total for e in events if e.key in ours}

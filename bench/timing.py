@@ -8,6 +8,7 @@ import torch
 
 from bench.findings import failure
 
+NO_KERNEL = "the profiler saw no kernel: it may not look at the GPU here (see the warning of CUPTI)"
 HEAD_START = 1_000_000  # clock cycles the GPU is kept waiting, so that the launches are queued when it begins: 0.5 ms
 
 
