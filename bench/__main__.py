@@ -46,6 +46,13 @@ def main(arguments: list[str]) -> int:
         return importlib.import_module(f"bench.{arguments[0]}").main(arguments[1:])
     except KeyboardInterrupt:
         return 130
+    except ValueError as error:
+        from pipeline import TooManyBadFiles
+
+        if not isinstance(error, TooManyBadFiles):
+            raise
+        print(f"bench: {error}; repair them, or leave them out of --images", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

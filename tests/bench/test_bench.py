@@ -20,7 +20,7 @@ from bench.__main__ import main
 from bench.kernels import GROUPS, POWER, SMOKE_SIZES, Size, batch_of_boxes, sample_one_by_one, sample_with_multinomial
 from bench.report import tables
 from bench.report.results import read
-from bench.timing import summary
+from bench.timing import NO_KERNEL, summary
 from bench.train import balance
 from run.recipes import RECIPES
 
@@ -218,6 +218,16 @@ def test_images_that_are_none_are_said_in_a_line(tmp_path, capsys):
     assert learning.main([wrong]) == 2, "nor are there runs"
 
 
+def test_images_that_do_not_decode_are_said_in_a_line(tmp_path, photos, capsys):
+    """Too many of them: only decoding shows it."""
+    for number, path in enumerate(sorted(photos.rglob("*.jpg"))[:32]):
+        (tmp_path / path.name).write_bytes(path.read_bytes()[: -200 if number else None])
+    assert main(["pipeline", "--smoke", "--images", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("bench: ") and f"of 32 images in {tmp_path} cannot be used" in said
+    assert said.count("\n") == 1 and said.endswith("; repair them, or leave them out of --images\n")
+
+
 def test_compiled_kernels(monkeypatch):
     """For the kinds of NVIDIA's matrix units (those of 8.0 are those of 12.0), and for AMD."""
     monkeypatch.setattr(compile, "CAPABILITIES", (90, 100, 120))
@@ -354,4 +364,4 @@ def test_kernels_of_the_input_path_are_none_where_the_profiler_sees_none(monkeyp
     monkeypatch.setattr(pipeline, "Loader", lambda *_, **__: batches)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     assert pipeline.kernel_time(None, RECIPES["toy"], 8, torch.device("cpu")) == []
-    assert "the profiler saw none" in capsys.readouterr().out
+    assert NO_KERNEL in capsys.readouterr().out
