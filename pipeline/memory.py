@@ -18,8 +18,11 @@ from pipeline.headers import counted
 
 _MOST = 1 << 29  # pixels: 1.6 GB decoded; 22 images of 24 megapixels, enough for all threads to have something to do
 _COMMON, _WORST = 7, 13  # bytes a pixel, of compressed images of 8 bits and of any; see above
-# Of views that there are at a time: one ahead, one in use and, on a GPU, two that are still read (``held.py``).
+# Of views that there are at a time: one ahead, one in use and, on a GPU, two that are still read (``held.py``). Beside
+# them what their operations hold, bytes a pixel of a view: colours in float32 on a GPU. Measured as above, with the
+# augmentation of ImageNet, both in the form of a CPU and in that of a GPU; without colour and blur it is 1.
 _BATCHES = 4
+_OPERATIONS = 20
 _WORTH_SAYING = 1e9  # bytes
 _ROOT = Path("/")
 
@@ -83,7 +86,7 @@ def plan(index, *, batch: int, image_size: int, views: int, device: torch.device
     process. ValueError where there is not enough memory."""
     pixels, left = index.sizes.astype(np.int64).prod(1), free(device)
     largest, most = int(pixels.argmax()), most_pixels(device)
-    crops = _BATCHES * batch * views * image_size**2 * 3
+    crops = (3 * _BATCHES + _OPERATIONS) * batch * views * image_size**2
     if crops + _COMMON * pixels[largest] > left:
         raise ValueError(
             f"not enough memory: {left / 1e9:.2g} GB for each process, and it takes {crops / 1e9:.2g} GB for crops of "

@@ -74,7 +74,7 @@ def test_what_batches_take_is_said_and_what_cannot_fit_is_refused(tmp_path, monk
     assert memory.plan(index, batch=4, **how) == "to decode 4 images: 0.2 GB at most, 0.1 on the mean"
     left["bytes"] = 13 * 40_000_000
     assert memory.plan(index, batch=4, **how).endswith(", in parts of at most 0.1 GB, or one image")
-    for bytes_left, batch in ((7 * 24_000_000, 1), (900_000_000, 1000)):
+    for bytes_left, batch in ((7 * 24_000_000, 1), (3_000_000_000, 1000)):  # the latter: colours
         left["bytes"] = bytes_left
         with pytest.raises(
             ValueError, match=r"not enough memory: .* to decode '0.jpg'; expected a smaller --batch-size"
