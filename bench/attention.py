@@ -19,8 +19,7 @@ from torch import Tensor
 
 from bench import environment
 from pipeline import Index, cache, evaluation_batches
-from pipeline.headers import read_headers
-from pipeline.index import printable
+from pipeline.headers import printable, read_headers
 from pipeline.shown import shown
 from run import quiet
 from run.session import named

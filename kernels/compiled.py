@@ -13,21 +13,19 @@ _TYPES |= dict.fromkeys(("factor", "shift", "views", "images", "blocks", "units"
 _TYPES |= dict.fromkeys(("stride_v", "stride_b", "stride_r", "stride_k"), "i32")
 _FLAT = "flat0", "flat1", "squares", "norms", "step", "average", "shared", "values", "gradient", "keys", "out"
 _FLAT = dict.fromkeys((*_FLAT, "first", "second"), "*fp32") | {"bounds": "*i32", "unit": "*i64", "rates": "*fp64"}
-
-
 _RULE = update.Rule(beta1=0.9, beta2=0.999, eps=1e-8, decay=0.1, clip_momentum=0.4, alpha=1.05)
 
 
-def compile_for(capability, *, grid=(14, 14), keep=49, groups=4, patch=16, heads=6, dtype="bf16", rule=_RULE):
+def compile_for(capability, *, grid=(14, 14), keep=49, groups=4, patch=16, dtype="bf16", rule=_RULE):
     """Yield (name, compiled kernel) of every operation for an NVIDIA GPU of ``capability`` (80, 90, 100, ...).
 
     The result is Triton's: ``.asm`` holds "ptx" and "cubin", ``.metadata`` the shared memory. ``dtype`` of the gathered
-    patches, of attention (over a class token and the kept ones, ``heads`` heads of 64) and of the copies that an update
-    by ``rule`` (with everything that one may have) makes is Triton's name of it.
+    patches, of attention (over a class token and the kept ones, 6 heads of 64) and of the copies that an update by
+    ``rule`` (with everything that one may have) makes is Triton's name of it.
     """
     half = f"*{dtype}"
     cover = overlap.tile(grid, keep, groups)
-    attention = short_attention.tile(keep + 1, 64 * heads, heads)
+    attention = short_attention.tile(keep + 1, 6 * 64, 6)
     for_shared, for_update = update.sizes(rule, 16, update.VECTOR.value, keys=True, copies=True)
     for name, kernel, sizes, types in (
         ("sample_views", sampling._sample_kernel, cover | {"SORT": True}, {}),

@@ -29,8 +29,8 @@ class Purpose(enum.IntEnum):
 def philox(counter, key):
     """Ten rounds of Philox-4x32.
 
-    ``counter``: four, ``key``: two int64 arrays or tensors (or ints beside at least one array), broadcastable, values
-    in [0, 2**32). Returns four int64 arrays or tensors with uniform values in [0, 2**32).
+    ``counter``: four, ``key``: two int64 arrays, tensors or ints, broadcastable, values in [0, 2**32). Returns four of
+    the same kind with uniform values in [0, 2**32).
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key

@@ -178,15 +178,15 @@ def by_class_token(vit: VisionTransformer) -> bool:
     return vit.global_pool == "token" and vit.attn_pool is None and isinstance(vit.blocks[-1], LastBlock)
 
 
-def sincos_position_embedding(grid: tuple[int, int], width: int, temperature: float = 10000.0) -> Tensor:
+def sincos_position_embedding(grid: tuple[int, int], width: int) -> Tensor:
     """Fixed 2-D position embedding, float32 [Gh*Gw, D].
 
-    A quarter each of sin(x w_i), cos(x w_i), sin(y w_i), cos(y w_i), with
-    w_i = temperature^(-i / (D/4)), x the column and y the row of the patch, as MoCo v3 (Vaswani et al. 2017, in 2-D).
+    A quarter each of sin(x w_i), cos(x w_i), sin(y w_i), cos(y w_i), with w_i = 10000^(-i / (D/4)), x the column and y
+    the row of the patch, as MoCo v3 (Vaswani et al. 2017, in 2-D).
     """
     if width % 4:
         raise ValueError(f"a 2-D sine-cosine position embedding needs a width divisible by 4, got {width}")
-    frequency = temperature ** -(torch.arange(width // 4, dtype=torch.float64) / (width // 4))
+    frequency = 10000.0 ** -(torch.arange(width // 4, dtype=torch.float64) / (width // 4))
     y, x = torch.meshgrid(*(torch.arange(side, dtype=torch.float64) for side in grid), indexing="ij")
     x, y = x.reshape(-1, 1) * frequency, y.reshape(-1, 1) * frequency
     return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], 1).float()

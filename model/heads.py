@@ -29,6 +29,9 @@ def _sum_over_ranks(x: Tensor) -> Tensor:
     return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", dist.group.WORLD))
 
 
+_EPS = 1e-5  # torch's own
+
+
 class BatchNorm(nn.Module):
     """Batch normalisation of [V, B, D], each view by itself, over the batch of all ranks, on every device (torch's
     SyncBatchNorm refuses CPUs); the sums of all views go round at once.
@@ -36,20 +39,19 @@ class BatchNorm(nn.Module):
     Without running statistics: the heads are thrown away after pretraining and never run outside of it.
     """
 
-    def __init__(self, width: int, affine: bool = True, eps: float = 1e-5):
+    def __init__(self, width: int, affine: bool = True):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width)) if affine else None
         self.bias = nn.Parameter(torch.zeros(width)) if affine else None
-        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         if not dist.is_initialized() or dist.get_world_size() == 1:
-            rest = None, None, self.weight, self.bias, True, 0.0, self.eps
+            rest = None, None, self.weight, self.bias, True, 0.0, _EPS
             return torch.stack([F.batch_norm(view, *rest) for view in x])
         wide = x.float()
         sums = _SumOverRanks.apply(torch.stack([wide.sum(1, keepdim=True), wide.square().sum(1, keepdim=True)]))
         mean, square = sums / (x.shape[1] * dist.get_world_size())  # every rank holds the same number of samples
-        scale = torch.rsqrt((square - mean.square()).clamp_min(0) + self.eps)
+        scale = torch.rsqrt((square - mean.square()).clamp_min(0) + _EPS)
         shift = -mean * scale
         if self.weight is not None:
             scale, shift = scale * self.weight, shift * self.weight + self.bias

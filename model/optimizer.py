@@ -73,7 +73,7 @@ class Clip:
         self.state = state
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {"average": self.state.average, "started": self.state.step > 0}
+        return {"average": self.state.average}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self.state.average.copy_(state["average"])

@@ -106,7 +106,7 @@ def check(index: Index, processes: int) -> Found:
     try:
         with shown(str(index.root), "decoding") as progress:
             done = 0
-            batches = _batches(index)
+            batches = (list(range(p.start, p.stop)) for p in memory.parts(index.sizes, _PIXELS, _FILES))
             parts = iter(lambda: list(itertools.islice(batches, 256 * processes)), [])  # not all of them at once
             for samples, answers, bad in itertools.chain.from_iterable(pool.map(read, part) for part in parts):
                 found.bad.update(bad)
@@ -128,11 +128,6 @@ def check(index: Index, processes: int) -> Found:
         for decoder in decoders:
             decoder.close()
     return found
-
-
-def _batches(index):
-    """Lists of samples that are decoded together, in order."""
-    return (list(range(part.start, part.stop)) for part in memory.parts(index.sizes, _PIXELS, _FILES))
 
 
 def describe(index: Index, found: Found) -> dict:
@@ -177,9 +172,9 @@ def as_text(report: dict) -> str:
     """The report for the screen."""
     classes, duplicates = report["classes"], report["duplicates"]
     lines = [f"{report['data']}: {report['good']:,} of {report['files']:,} files are good, {report['bad']:,} bad"]
-    lines += [f"  {count:,}  {reason}" for reason, count in _first(report["reasons"].items())]
-    named = ((path, reason) for path, reason in report["bad_files"].items())
-    lines += [f"bad: {printable(path)}: {reason}" for path, reason in _first(named)]
+    lines += [f"  {count:,}  {reason}" for reason, count in itertools.islice(report["reasons"].items(), _SHOWN)]
+    first = itertools.islice(report["bad_files"].items(), _SHOWN)
+    lines += [f"bad: {printable(path)}: {reason}" for path, reason in first]
     lines += ["formats: " + ", ".join(f"{count:,} {kind}" for kind, count in report["formats"].items())]
     for side, of in report["sizes"].items():
         lines += [f"{side}: " + ", ".join(f"{name} {value:,}" for name, value in of.items())]
@@ -195,10 +190,6 @@ def as_text(report: dict) -> str:
     ]
     lines += [f"  {len(group):,}  {', '.join(map(printable, group[:3]))}" for group in duplicates["largest"][:_SHOWN]]
     return "\n".join(lines)
-
-
-def _first(items):
-    return list(items)[:_SHOWN]
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ import collections
 from collections.abc import Callable
 from typing import Any
 
+_MOST = 2  # see also memory.py, which counts them
+
 
 class Held:
     """Holds memory past its last use, in a ``with`` block, at whose end all of it has been read.
@@ -15,8 +17,8 @@ class Held:
     ``record()`` returns an event behind all that is queued now, with ``query`` and ``synchronize`` as torch.cuda.Event.
     """
 
-    def __init__(self, record: Callable[[], Any], most: int = 2):
-        self._record, self._most = record, most
+    def __init__(self, record: Callable[[], Any]):
+        self._record = record
         self._waiting = collections.deque()  # (event, memory), the oldest first
 
     def __enter__(self) -> "Held":
@@ -26,10 +28,10 @@ class Held:
         self._let_go(0)
 
     def until_read(self, memory: Any) -> None:
-        """Keeps ``memory``, whose last use has been queued, until that is over. At most ``most`` are kept: where there
+        """Keeps ``memory``, whose last use has been queued, until that is over. At most ``_MOST`` are kept: where there
         is one more, the oldest is waited for, so that the caller runs no further ahead of the device."""
         self._waiting.append((self._record(), memory))
-        self._let_go(self._most)
+        self._let_go(_MOST)
 
     def _let_go(self, most: int) -> None:
         while self._waiting and (len(self._waiting) > most or self._waiting[0][0].query()):

@@ -16,10 +16,8 @@ from pipeline import headers, objects, sources, waiting
 from pipeline.headers import counted, printable
 from pipeline.paths import Paths, expanded, matched
 from pipeline.readers import ObjectReader, Reader, ShardReader
-from pipeline.scan import read, read_headers, version
+from pipeline.scan import read, version
 from pipeline.shown import shown
-
-__all__ = ["Index", "printable", "read_headers"]
 
 _VERSION = "index 4"  # of the file
 _PIECE = 2**16  # images that are Python objects at a time, while an index is made
@@ -34,9 +32,8 @@ class Index:
     """
 
     root: Path
-    paths: Sequence[
-        str
-    ]  # becomes Paths: relative to root, "/" between folders; shard!member in a shard; a list's own, also s3:// URIs
+    # Becomes Paths: relative to root, "/" between folders; shard!member in a shard; of a list its own, also s3:// URIs.
+    paths: Sequence[str]
     labels: np.ndarray  # int64 [n], position in classes; -1 = none
     sizes: np.ndarray  # int32 [n,2] height and width, pixels, after the EXIF rotation
     classes: tuple[str, ...]  # the sorted names of the class folders or labels; () where there are none
@@ -275,10 +272,6 @@ def _signature(source):
 
 def _build(source, kept, progress):
     """The index of a source. Its classes include those of rejected images: damage must not renumber them."""
-
-    def headers(root, paths, stamps, images):
-        return read(root, paths, stamps, images, kept, progress)
-
     number, rejected, parts, names = {None: -1}, {}, [], []
     rows: list[Any] = []
 
@@ -290,7 +283,7 @@ def _build(source, kept, progress):
             parts.append((packed, np.array(labels, np.int64), np.array(sizes, np.int32), places))
             rows.clear(), names.clear()
 
-    for path, name, result, place in source.rows(headers):
+    for path, name, result, place in source.rows(functools.partial(read, kept=kept, progress=progress)):
         label = number.setdefault(name, len(number) - 1)
         if isinstance(result, list):
             names.append(path)

@@ -100,10 +100,8 @@ class Loader:
         """What decodes, to be read behind the number of threads; nothing for a CPU."""
         if self.device.type != "cuda":
             return ""
-        there = graph.engines(_number(self.device))
-        return (
-            ", JPEGs decoded by the GPU's engines" if there else ", JPEGs decoded by the GPU's cores: it has no engine"
-        )
+        by = "engines" if graph.engines(_number(self.device)) else "cores: it has no engine"
+        return f", JPEGs decoded by the GPU's {by}"
 
     def batches(self, first: int, last: int):
         """Yield Batch number first, ..., last - 1. Close the iterator (or drop it) to stop early."""

@@ -57,12 +57,11 @@ class Paths(Sequence[str]):
     def __getitem__(self, i):
         if isinstance(i, slice):
             first, last, step = i.indices(len(self))
-            if step == 1:
-                return self._text(first, max(first, last))
+            if step == 1 and first < last:
+                return self._text(first, last)
             return [self[j] for j in range(first, last, step)]
         i = range(len(self))[i]  # negative ones, and IndexError
-        begin, end = self.starts[i : i + 2].tolist()
-        return self.blob[begin : end - 1].tobytes().decode("utf-8", "surrogateescape")
+        return self._bytes(i, i + 1).decode("utf-8", "surrogateescape")
 
     def __iter__(self):
         for first in range(0, len(self), _PIECE):
@@ -84,17 +83,12 @@ class Paths(Sequence[str]):
         return Paths.joined, (self.blob.tobytes(),)
 
     def _bytes(self, first, last):
-        """Names first, ..., last - 1."""
-        if first >= last:
-            return []
+        """Names first, ..., last - 1, one or more, with a NUL between them."""
         begin, end = self.starts[[first, last]].tolist()
-        return self.blob[begin : end - 1].tobytes().split(b"\0")
+        return self.blob[begin : end - 1].tobytes()
 
     def _text(self, first, last):
-        if first >= last:
-            return []
-        begin, end = self.starts[[first, last]].tolist()
-        return self.blob[begin : end - 1].tobytes().decode("utf-8", "surrogateescape").split("\0")
+        return self._bytes(first, last).decode("utf-8", "surrogateescape").split("\0")
 
     def beginning(self, prefix: str) -> np.ndarray:
         """int64 [m]: the numbers of the names that begin so."""
@@ -122,7 +116,7 @@ class Paths(Sequence[str]):
         """int64 [n]: equal for equal names, within this process."""
         found = np.empty(len(self), np.int64)
         for first in range(0, len(self), _PIECE):
-            piece = self._bytes(first, min(first + _PIECE, len(self)))
+            piece = self._bytes(first, min(first + _PIECE, len(self))).split(b"\0")
             found[first : first + len(piece)] = np.fromiter(map(hash, piece), np.int64, len(piece))
         return found
 

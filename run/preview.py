@@ -18,7 +18,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from kernels import patch_overlap
 from pipeline import Index, Loader, cache, graph, pictures, stream
-from pipeline.index import printable
+from pipeline.headers import printable
 from pipeline.paths import expanded
 from pipeline.toy import make_toy
 
@@ -30,7 +30,7 @@ from .training import plan_patches, sample_patches
 
 COLOURS = (20, 90, 200), (240, 110, 10)  # of view 1 and view 2
 _SHADES = np.array([(236, 241, 249), (95, 155, 225), (10, 35, 95)])  # of an overlap of 0, 1/2 and 1
-_INK, _RED = (25, 25, 32), (200, 0, 0)
+_INK = (25, 25, 32)
 LEFT, GAP, CAPTION, LINE = 400, 24, 22, 20  # pixels: the left column, between cells, a caption, a line of text
 MOST = 50  # images on a sheet
 _HOW = """\

@@ -101,15 +101,15 @@ def batches(
 
 @torch.inference_mode()
 def accuracy(
-    bank: Tensor, bank_labels: Tensor, queries: Tensor, labels: Tensor, *, k: int = 20, temperature: float = 0.07,
+    bank: Tensor, bank_labels: Tensor, queries: Tensor, labels: Tensor, *, k: int = 20,
     numbers: Tensor | None = None, ranks: Ranks | None = None,
 ) -> float:  # fmt: skip
     """Share of queries whose weighted vote among the k nearest rows of the bank is right, in percent.
 
-    Cosine similarity (rows are normalised), a neighbour's weight being exp(similarity / temperature), as in Wu et al.
-    2018 (arXiv 1805.01978). ``bank`` [n, D], ``queries`` [m, D]: those of this rank. Of equally near neighbours those
-    with the smaller ``numbers``, int64 [n], count, so that the result is that of one rank. Out of memory on one rank
-    it is that on all.
+    Cosine similarity (rows are normalised), a neighbour's weight being exp(similarity / 0.07), as in Wu et al. 2018
+    (arXiv 1805.01978). ``bank`` [n, D], ``queries`` [m, D]: those of this rank. Of equally near neighbours those with
+    the smaller ``numbers``, int64 [n], count, so that the result is that of one rank. Out of memory on one rank it is
+    that on all.
     """
     ranks = ranks or _ALONE
     numbers = torch.arange(len(bank), device=bank.device) if numbers is None else numbers
@@ -135,7 +135,7 @@ def accuracy(
             similarity = similarity.view(torch.float64)
             order = number.argsort(1)
             order = order.gather(1, similarity.gather(1, order).argsort(dim=1, descending=True, stable=True))[:, :k]
-            weights = (similarity.gather(1, order) / temperature).exp()
+            weights = (similarity.gather(1, order) / 0.07).exp()
             votes = torch.zeros(len(rows), classes, dtype=torch.float64, device=rows.device)
             votes.scatter_add_(1, label.gather(1, order), weights)
             right += int((votes.argmax(1) == truth).sum())

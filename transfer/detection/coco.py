@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pipeline import pictures
-from pipeline.index import read_headers
+from pipeline.scan import read_headers
 
 MAX_PIXELS = 178_956_970  # of an image: where Pillow suspects an attack
 
