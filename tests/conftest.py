@@ -156,6 +156,9 @@ def bucket(server) -> Bucket:
     return server
 
 
+LIMIT = 900  # seconds for a program: the longest takes one minute, and ten on a machine that does much else
+
+
 def run_program(
     *arguments, check: int | None = 0, ranks: int = 1, nodes: tuple[Path, ...] = (), fresh: bool = False, **environment
 ) -> subprocess.CompletedProcess:
@@ -167,13 +170,13 @@ def run_program(
     words, environment = [*map(str, arguments)], os.environ | environment
     if fresh or "cuda" in words:  # no GPU can be used in a fork of what may have looked for one
         command = [sys.executable, *words]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=environment)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, env=environment)
     else:
         given = environment | {"LOCAL_WORLD_SIZE": str(ranks)} | ({"XDG_CACHE_HOME": "/proc/self/cwd"} if nodes else {})
         folders = [node for node in nodes or [ROOT] for _ in range(ranks)]
         local = [given | {"LOCAL_RANK": str(number % ranks)} for number in range(len(folders))]
         program = words[:1] if words[0] in ("-c", "-m") else [str(ROOT / words[0])]
-        done = forks.run([*program, *words[1:]], local, folders, 300)
+        done = forks.run([*program, *words[1:]], local, folders, LIMIT)
     if check is not None:
         assert done.returncode == check, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done

@@ -54,7 +54,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(undisturbed, photos, tmp_pa
     assert "in use by another process" in capsys.readouterr().err
     running.send_signal(signal.SIGTERM)
     running.send_signal(signal.SIGCONT)
-    assert running.wait(timeout=60) == STOPPED == 75 and "stopped on request after step" in said.read_text()
+    assert running.wait(timeout=240) == STOPPED == 75 and "stopped on request after step" in said.read_text()
     assert not list((tmp_path / "run" / "inflight").iterdir())
     train(photos, tmp_path / "run", "--eval-data", photos, *MORE)
     assert metrics(tmp_path / "run") == metrics(undisturbed[0])
@@ -120,7 +120,7 @@ def test_a_rank_dies_the_job_goes_on_from_the_checkpoint_and_stops_as_one(photos
     assert "Traceback" not in said.read_text(), said.read_text()
     workers = [*first, *children(running)]
     running.terminate()
-    assert running.wait(timeout=60) and len(set(workers)) == 4
+    assert running.wait(timeout=240) and len(set(workers)) == 4
     wait_for(lambda: not any(map(alive, workers)))
     assert "stopped on request after step" in said.read_text()
     steps = [int(path.stem[5:]) for path in (tmp_path / "run" / "checkpoints").iterdir()]
