@@ -71,8 +71,9 @@ def main(arguments: list[str]) -> None:
         f"{config.batch_size} on {ranks.count} x {ranks.device.type} in {'bfloat16' if training.half else 'float32'}, "
         f"{counted(ranks.threads(config.threads), 'input thread')} each{loader.decoder}"
     )
-    window = Window(training, size=config.window, redeal=config.redeal, rank=ranks.rank)
-    how = {"about": about, "rates": rates, "groups": config.groups, "window": config.window}
+    size = min(config.window, loader.batches_per_epoch)  # an epoch has no larger one
+    window = Window(training, size=size, redeal=config.redeal, rank=ranks.rank)
+    how = {"about": about, "rates": rates, "groups": config.groups, "window": size}
     with running(config, ranks, loader, training, opened, **how) as loop:
         for number, batches, turns in loop.windows():
             window.fill(batches, loop.step // loop.steps_per_epoch, number)
@@ -144,4 +145,4 @@ def finish(config: Config, training: Training, index: Index, evaluation: Index |
 
 
 if __name__ == "__main__":
-    program.run("train.py", main)
+    program.run("train.py", main, smaller="--batch-size or --window")

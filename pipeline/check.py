@@ -17,14 +17,13 @@ import threading
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 
 from pipeline import cache, known, memory, trial
 from pipeline.headers import counted, printable
 from pipeline.index import Index
 from pipeline.latency import Threads
 from pipeline.paths import expanded
-from pipeline.shown import shown
+from pipeline.shown import Screen, shown
 
 _FILES, _PIXELS = 16, 40_000_000  # of a batch: 120 MB of pixels in each process, or one image
 _QUANTILES = {"min": 0, "5 %": 0.05, "median": 0.5, "95 %": 0.95, "max": 1}
@@ -56,10 +55,10 @@ def main(arguments: list[str]) -> int:
             known.add(options.output / "index" / known.FILE, index, found.bad)
         if options.json:
             options.json.write_text(json.dumps(report, indent=1) + "\n")
+        Screen().print(as_text(report), highlight=False, markup=False, soft_wrap=True)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"pipeline.check: {error}", file=sys.stderr)
         return 2
-    Console().print(as_text(report), highlight=False, markup=False, soft_wrap=True)
     return 1 if report["bad"] else 0
 
 

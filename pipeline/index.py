@@ -5,6 +5,7 @@ import functools
 import hashlib
 import os
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -222,7 +223,7 @@ class Index:
         root, cache = expanded(Path(root)), expanded(Path(cache)) if cache else None
         known = caches.Cache(cache, str(root)) if cache else None
         if trust and known and (last := known.last()) and (index := cls.kept(known.file(last[0]), Path(last[1]))):
-            return index
+            return _readable(index)
         source = waiting.patiently(lambda: sources.find(root, cache, progress), str(root))
         if known is None:
             index = _build(source, None, progress)
@@ -242,10 +243,24 @@ class Index:
             listed = ""
             for path, reason in list(index.rejected.items())[:1]:
                 listed = f" ({counted(len(index.rejected), 'file')} rejected, first: {printable(path)}: {reason})"
-            kinds = "flat or in class folders, in tar shards, Parquet files, a list or a bucket"
-            expected = f"expected JPEG, PNG, BMP, WebP or TIFF files, {kinds}"
+            where = "flat or in class folders, in tar shards, Parquet files, a list or a bucket"
+            if isinstance(source, sources.TextList):
+                where = f"by paths that are absolute or begin in {source.root}"
+            expected = f"expected JPEG, PNG, BMP, WebP or TIFF files, {where}"
             raise ValueError(f"no usable image in {root.absolute() if root.exists() else root}{listed}; {expected}")
-        return index
+        return _readable(index)
+
+
+def _readable(index):
+    """The index; ValueError where its files are not found by their names, as the locale has other bytes for them."""
+    encoding = sys.getfilesystemencoding()
+    if encoding != "utf-8" and index.paths.blob.max() > 127:
+        name = next(path for path in index.paths if not path.isascii())
+        raise ValueError(
+            f"{index.root} holds {name.encode('unicode_escape').decode()}; expected plain ASCII where the locale has "
+            f"names in {encoding}, or a locale of UTF-8, or the variable PYTHONUTF8=1"
+        )
+    return index
 
 
 def _more_to_read(index):

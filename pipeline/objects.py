@@ -16,6 +16,7 @@ else:  # see headers.py
     from latency import Threads
 
 SCHEME = "s3://"
+GONE = "no such object"
 AT_A_TIME = 256  # requests of a process
 WAIT = 30  # seconds until something comes, and for trying again what failed
 _LONGEST = 300  # seconds until an object has come whole: 100 MB from a slow store
@@ -190,7 +191,7 @@ def _said(error):
     if odd := _NO_PATH.search(text):  # of which obstore says nothing more, not even what was listed before it
         return OSError(errno.EINVAL, f"the key {odd[1]!r} ends the listing by {_ODD}, and has to be renamed")
     if code == "NoSuchKey":
-        return OSError(errno.ENOENT, "no such object")
+        return OSError(errno.ENOENT, GONE)
     if status:
         said = ": ".join(filter(None, (status, code, message)))
     else:

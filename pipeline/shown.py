@@ -12,6 +12,13 @@ from rich.table import Column
 _SAID = 30  # seconds between two lines
 
 
+class Screen(Console):
+    """Rich's console, which raises BrokenPipeError, as ``print`` does, where rich ends the process without a word."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # what it was called for
+
+
 def paints(console: Console) -> bool:
     """Whether a bar can be painted there again and again; FORCE_COLOR, by which rich goes, makes a file no terminal."""
     return console.is_interactive and console.file.isatty()

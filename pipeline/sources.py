@@ -127,9 +127,15 @@ class Folder:
     def rows(self, read):
         paths = Paths.joined(self.found.names)
         results = read(self.root, paths, self.found.stamps, len(paths))
+        archives, images = [], 0
         for path, result in zip(paths, results, strict=True):
+            images += isinstance(result, list)
             if isinstance(result, list) or named_as_image(path):  # nothing else claims to be an image
                 yield path, self._label(path), result, None
+            elif path.lower().endswith(_ARCHIVES):
+                archives.append(path)
+        for path in () if images else archives:
+            yield path, None, "an archive: unpack it first", None
         for path, reason in self.found.unreadable.items():
             yield path, self._label(path), reason, None
 
@@ -144,6 +150,12 @@ class Bucket(Folder):
     def __init__(self, root, found, prefix):
         super().__init__(root, found)
         self.prefix = prefix
+
+    def rows(self, read):
+        for path, label, result, place in super().rows(read):
+            if isinstance(result, str) and result.endswith(objects.GONE):
+                result += ", though it is listed (a key that begins or ends with / has to be renamed)"
+            yield path, label, result, place
 
     def _label(self, path):
         return super()._label(path.removeprefix(self.prefix))

@@ -26,6 +26,8 @@ def answer(program: str, parse: Callable[[list[str]], Any], *packages: str) -> N
     cannot be loaded (under a limit of memory, for one). To be called before the imports that take seconds, the first of
     which is here."""
     try:
+        if not os.path.exists(folder := os.readlink("/proc/self/cwd")):  # without it torch does not load
+            raise OSError(f"called in {folder}, which is not there; expected a folder that is: cd FOLDER")
         parse(sys.argv[1:])
         for package in ("torch", "triton", "timm", *packages):
             try:

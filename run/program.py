@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -69,13 +70,13 @@ def run(
         sys.exit(f"{program}: {error}. Lower --lr, or look at these images")
     except OSError as error:  # of the output folder: what is wrong with an image is none
         where = ""
-        if error.errno in DISK and not error.filename:
+        if error.errno in (*DISK, errno.EPIPE) and not error.filename:
             where = " in the output folder" if _printed() else " on standard output"
         sys.exit(f"{program}: {error}{where}; what was saved before is intact, and {goes_on}")
     except (RuntimeError, MemoryError) as error:
         if out_of_memory(error):
-            said = "".join(str(error).strip().splitlines()[:1])
-            sys.exit(f"{program}: out of memory ({said:.120}); a smaller {smaller} takes less, and {goes_on}")
+            said = textwrap.shorten("".join(str(error).strip().splitlines()[:1]), 160, placeholder=" ...")
+            sys.exit(f"{program}: out of memory ({said}); a smaller {smaller} takes less, and {goes_on}")
         # torch has no class of its own for what the end of another rank does to a collective of gloo.
         if not (isinstance(error, distributed.DistBackendError) or "/gloo/" in str(error)):
             raise

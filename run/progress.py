@@ -17,7 +17,7 @@ from rich.text import Text
 from torch import Tensor
 
 from pipeline.headers import counted
-from pipeline.shown import paints
+from pipeline.shown import Screen, paints
 
 from .checkpoint import write_atomically
 from .ranks import Ranks
@@ -104,7 +104,7 @@ class Report:
                 for record in kept:
                     if record["step"] > last:  # TensorBoard has forgotten it
                         self._add(record)
-            console = Console()
+            console = Screen()
             self.bar = Progress(
                 TextColumn("epoch {task.fields[epoch]:.2f}"), BarColumn(8), FiguresColumn(Column(ratio=1)),
                 console=console, disable=not paints(console), redirect_stderr=paints(Console(stderr=True)),

@@ -433,7 +433,7 @@ def test_what_cannot_be_opened_is_named(tmp_path):
     assert rows[0] == gone and [row[:3] for row in rows[1]] == [[None, None, gone]]
 
 
-def test_errors_are_one_clear_line(tmp_path):
+def test_errors_are_one_clear_line(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match=r"no folder .*nowhere"):
         Index.scan(tmp_path / "nowhere")
     fill(tmp_path / "file", b"x")
@@ -446,6 +446,10 @@ def test_errors_are_one_clear_line(tmp_path):
     with pytest.raises(ValueError, match=r"\(2 files rejected, first: a.jpg: empty file\)") as caught:
         Index.scan(tmp_path)
     assert "\n" not in str(caught.value)
+    save(tmp_path / "é.jpg")
+    monkeypatch.setattr("sys.getfilesystemencoding", lambda: "iso8859-1")
+    with pytest.raises(ValueError, match=r"holds \\xe9.jpg; expected plain ASCII .* iso8859-1, .* PYTHONUTF8=1"):
+        Index.scan(tmp_path)
 
 
 def test_names_on_the_screen_are_harmless():

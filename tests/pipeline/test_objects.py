@@ -53,7 +53,7 @@ def test_s3_uris_are_read_by_one_request_each(bucket, tmp_path):
         1: "no such object", 2: "damaged or truncated header",
         5: "not the image that was indexed: 40x50 pixels; 50x40 in the index",  # the list says so
     }  # fmt: skip
-    bucket.asked.clear()
+    bucket.forget()
     ((images, sample, _),) = evaluation_batches(
         index, np.array([0, 1, 3, 4]), batch_size=5, image_size=24, device=CPU, threads=1
     )
@@ -156,7 +156,8 @@ def test_a_bucket_is_a_folder(bucket, tmp_path, monkeypatch):
     assert len(Index.scan("s3://b", tmp_path)) == len(Index.scan("S3://b", tmp_path)) == 6
     bucket.files["/b/c%23/0.jpg"] = encoded()
     assert list(Index.scan("s3://b/c#").paths) == ["s3://b/c#/0.jpg"]
-    bucket.files["/b/ab%3A/c/0.jpg"] = encoded()
+    bucket.files |= {"/b/ab%3A/c/0.jpg": encoded(), "/b//e/0.jpg": encoded()}
+    assert "begins or ends with / has to be renamed" in Index.scan("s3://b").rejected["s3://b/e/0.jpg"]
     found = Index.scan("s3://b/ab:/c")
     assert str(found.root) == "s3://b/ab:/c" and list(found.paths) == ["s3://b/ab:/c/0.jpg"]
     cases = [

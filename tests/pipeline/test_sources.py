@@ -303,12 +303,22 @@ def test_a_shard_of_the_time_0_is_known_by_its_size(tmp_path):
 
 def test_errors_are_one_clear_line(tmp_path, monkeypatch):
     write_tar(tmp_path / "both/a.tar", [("a.jpg", jpeg())])
-    for name in ("both/1.jpg", "both/sub/2.png", "images/1.jpg", "images/backup.tar.gz", "packed/a.tar.xz", "a.tgz"):
+    for name in (
+        "both/1.jpg",
+        "both/sub/2.png",
+        "images/1.jpg",
+        "images/backup.tar.gz",
+        "packed/a.tar.xz",
+        "a.tgz",
+        "zipped/a.Zip",
+        "images/b.zip",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(jpeg() if name.endswith(("jpg", "png")) else b"\x1f\x8b")
     write_tar(tmp_path / "no images.tar", [("a.cls", b"1"), ("a.jpg", b"\0")])
     (tmp_path / "empty.txt").write_text("# nothing\n")
     (tmp_path / "header.tsv").write_text("path\tlabel\nimages/1.jpg\tcat\nimages/2.jpg\tcat\n")
+    (tmp_path / "gone.txt").write_text("a.jpg\n~/b.jpg")
     (tmp_path / "a.zip").write_bytes(b"PK")
     (tmp_path / "circle").symlink_to("circle")
     os.mkfifo(tmp_path / "pipe.tar")
@@ -329,6 +339,8 @@ def test_errors_are_one_clear_line(tmp_path, monkeypatch):
         ("empty.txt", r"empty.txt names no image; expected path<TAB>label in each line"),
         ("header.tsv", r"no file 'path' at the top, of a label 'label' that no other line has; .*; no header"),
         ("a.zip", r"a.zip is a file: expected a folder of .*, a list \(.txt .*\), or a bucket: unpack it first"),
+        ("zipped", r"zipped \(1 file rejected, first: a.Zip: an archive: unpack it first\); expected JPEG"),
+        ("gone.txt", rf"first: a.jpg: No such .*, by paths that are absolute or begin in {re.escape(str(tmp_path))}$"),
         ("circle", r"no folder .*circle: expected a folder of images"),
         ("locked", r"^/.*/locked: Permission denied; expected what this user has permission for"),
         ("images/*.jpg", r"expected a pattern of .tar, or of .parquet, files; of images, their folder or a list"),

@@ -141,7 +141,7 @@ print({"torch", "timm", "triton", "nvidia.dali"} & set(sys.modules))
     assert "detect.py: --epochs 0.0: expected more than 0" in done.stderr
 
 
-def test_without_memory_for_a_package_a_program_ends_with_one_line(monkeypatch, capsys):
+def test_what_keeps_packages_from_being_loaded_is_one_line(tmp_path, monkeypatch, capsys):
     """The limit is of addresses, of which the libraries of torch take more than a gigabyte. With less than another
     package takes beside it, the error is one of any of these kinds."""
     monkeypatch.setattr("sys.argv", ["a.py"])
@@ -156,6 +156,11 @@ def test_without_memory_for_a_package_a_program_ends_with_one_line(monkeypatch, 
             command.answer("a.py", list, "nvidia.dali")
         said = f"a.py: {package} does not load ({str(error) or type(error).__name__}); expected it installed, and"
         assert capsys.readouterr().err == f"{said} enough memory\n"
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    with pytest.raises(SystemExit, match="2"):
+        command.answer("a.py", list)
+    assert f"called in {tmp_path} (deleted), which is not there; expected" in capsys.readouterr().err
     limited = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_AS, (10**9, 10**9)); sys.argv[1:] = []; "
     done = run_program("-c", limited + "runpy.run_path('train.py', run_name='__main__')", check=2, fresh=True)
     assert done.stderr.startswith("train.py: torch does not load (") and done.stderr.count("\n") == 1

@@ -1,15 +1,18 @@
 """How a program ends, in one line."""
 
 import errno
+import os
 
 import pytest
 import torch
 
 from pipeline import TooManyBadFiles
+from pipeline.shown import Screen
 from run import program
 from run.progress import TooManySkipped
 from run.signals import STOPPED
 
+FULL = f"out of memory (DefaultCPUAllocator: can't allocate memory{19 * ' 12345'}"  # no number is cut in two
 ENDS = [
     (TooManyBadFiles("21 of 50 images cannot be used"), "a.py: 21 of 50 images cannot be used. Repair the data or"),
     (TooManySkipped("5 steps in a row"), "a.py: 5 steps in a row. Lower --lr"),
@@ -17,7 +20,7 @@ ENDS = [
     (OSError(errno.ENOSPC, "No space left", "x.pt"), "a.py: [Errno 28] No space left: 'x.pt'; what was saved before"),
     (MemoryError(), "a.py: out of memory (); a smaller --batch-size"),
     (torch.OutOfMemoryError("CUDA out of memory. Tried\nx"), "a.py: out of memory (CUDA out of memory. Tried); a sm"),
-    (RuntimeError("[enforce] DefaultCPUAllocator: can't allocate memory: you"), "a.py: out of memory ([enforce]"),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory " + 30 * "12345 "), f"a.py: {FULL} ...); a smaller"),
     (RuntimeError("batch 7 fails: Can't allocate 9 bytes on device 0."), "a.py: out of memory (batch 7 fails: Can't"),
     (OSError(errno.ENOENT, "None there"), "a.py: [Errno 2] None there; what was saved before is intact"),
     (RuntimeError("[/gloo/pair.cc] Closed [::1] x\ny"), "a.py: most likely another rank has ended (Closed [::1] x); "),
@@ -37,11 +40,14 @@ def test_what_ends_a_program_is_one_line(monkeypatch, error, said):
     assert end.value.code.startswith(said) and "\n" not in end.value.code
 
 
-def test_a_full_standard_output_is_not_taken_for_the_output_folder(monkeypatch):
-    with open("/dev/full", "w") as full, pytest.raises(SystemExit) as end:
-        monkeypatch.setattr("sys.stdout", full)
-        program.run("a.py", lambda _: print("text", flush=True))
-    assert end.value.code.startswith("a.py: [Errno 28] No space left on device on standard output; what was saved")
+def test_what_is_wrong_with_standard_output_is_not_taken_for_the_output_folder(monkeypatch):
+    reading, writing = os.pipe()
+    os.close(reading)
+    for file, said in (("/dev/full", "[Errno 28] No space left on device"), (writing, "[Errno 32] Broken pipe")):
+        with open(file, "w") as closed, pytest.raises(SystemExit) as end:
+            monkeypatch.setattr("sys.stdout", closed)
+            program.run("a.py", lambda _: Screen().print("text"))
+        assert end.value.code.startswith(f"a.py: {said} on standard output; what was saved")
 
 
 def test_other_errors_are_not_hidden_and_wrong_input_is_said_once_on_each_machine(monkeypatch, capsys):
