@@ -98,7 +98,7 @@ def score(config: DetectionConfig, detector, evaluation, loop: Loop) -> None:
     if loop.ranks.first:
         checkpoint.write_atomically(config.output / "detections.json", json.dumps(results).encode())
         known = {name: figure for name, figure in figures.items() if figure is not None}
-        loop.report.record({"step": loop.step, "eval_images": len(evaluation), "eval_unread": len(unread), **known})
+        loop.record({"eval_images": len(evaluation), "eval_unread": len(unread), **known})
         loop.say(f"average precision on {counted(len(evaluation), 'image')}, in percent:\n{table(figures)}")
 
 

@@ -129,12 +129,12 @@ def described(description: dict) -> str:
 
 def score(config: TuneConfig, tuning: Tuning, evaluation: Index, classes, loop: Loop, *, last: bool = False) -> dict:
     """Accuracy on all evaluation images, said and recorded. For all ranks."""
-    ranks = loop.ranks
-    place = record(config, ranks, "evaluation")
-    how = {"threads": ranks.threads(config.threads), "record": place}
     try:
         with loop.shown("accuracy", "evaluation images") as progress:
-            scores, bad = evaluate(tuning, evaluation, classes, progress=progress, **how)
+            scores, bad = evaluate(
+                tuning, evaluation, classes, threads=loop.ranks.threads(config.threads),
+                record=record(config, loop.ranks, "evaluation"), progress=progress,
+            )  # fmt: skip
     except Stopped:  # between two steps; the run ends after saving
         loop.say(f"no accuracy of step {loop.step}: asked to stop")
         return {}

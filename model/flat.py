@@ -77,10 +77,10 @@ class FlatParameters:
             torch._foreach_copy_([_own(parameter) for parameter in self.parameters], self._values)
 
     def collect(self, *, add: bool = False) -> Tensor:
-        """``gradient``, from the gradients of the parameters of the network that runs, which are let go; ``add``: to
-        what it is, of those that have one."""
-        # A call for each is a few kernels on a GPU; only the sum of bfloat16 and float32 torch does one by one (2.14).
-        # Copies in float32 before it would be few kernels too, but 18 bytes a parameter pass instead of 10.
+        """Moves the gradients of the network that runs into ``gradient``, which is returned; ``add``: adds them to it,
+        without those of parameters that have none."""
+        # A call for each type is a few kernels on a GPU. Only bfloat16 is added to float32 tensor by tensor (torch
+        # 2.14): cast before, it would be few kernels too, but 18 bytes a parameter instead of 10.
         found: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
         for parameter, place in zip(self._running, self._gradients, strict=True):
             if add and parameter.grad is None:

@@ -52,7 +52,7 @@ def replacing(path: Path, *, shared: bool) -> Iterator[Path]:
         _sync(part)
         os.replace(part, path)
     finally:
-        part.unlink(missing_ok=True)  # also where it is a link to what is there: then to replace it does nothing
+        part.unlink(missing_ok=True)  # os.replace leaves it where both are links to one file
     _sync(path.parent)  # the rename itself
 
 
@@ -116,7 +116,7 @@ class Cache:
         self._name = self.folder / hashlib.sha256(os.fsencode(os.path.abspath(root))).hexdigest()[:32]
 
     def file(self, signature: str) -> Path:
-        """Of the index with this signature; to be used, so that it counts as one that is."""
+        """The path of the index with this signature, which from now on counts as in use."""
         path = self.folder / f"{signature[:32]}.index"
         with contextlib.suppress(OSError):  # the time of access: runs have links to the file, which stay as they are
             os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))

@@ -181,8 +181,8 @@ class Index:
         return np.flatnonzero(there < 0), mine[differ], np.flatnonzero(new)
 
     def differing(self, path: Path, images: int) -> str:
-        """What to say where a run was begun with other data, so many images, than these: what is different to the index
-        that was kept in the file, and what is expected."""
+        """What to say of a run that was begun with other data, so many images: what differs from the index that was
+        kept in the file, and what to do."""
         kept = self.kept(path, self.root)
         what = f"{counted(images, 'image')} there, {len(self):,} now"
         if kept is None:

@@ -14,8 +14,8 @@ _WAITED = 0.02  # seconds that a part of the work has waited for something, from
 
 
 class Threads(concurrent.futures.Executor):
-    """At most so many threads, for which neither ``shutdown`` waits nor the process at its end, as they do for those of
-    a ThreadPoolExecutor: a store that hangs answers no request for half a minute."""
+    """At most so many threads. Unlike with a ThreadPoolExecutor, neither ``shutdown`` nor the end of the process waits
+    for them: a store that hangs answers no request for half a minute."""
 
     def __init__(self, most: int):
         self._most, self._started, self._tasks = most, 0, queue.SimpleQueue()
@@ -48,8 +48,8 @@ class Threads(concurrent.futures.Executor):
 
 
 def concurrently(work: Callable, parts: Sequence) -> list[Any]:
-    """``work`` of each part; by threads, from the first on that mostly waits, and not for its turn on a loaded machine.
-    In memory, threads that take turns at the interpreter's lock cost more than they save."""
+    """``work`` of each part: one after the other and, once a part has mostly waited (not for its turn on a loaded
+    machine), the rest by threads. Where nothing waits, threads cost more than they save: only one runs Python."""
     results = []
     for number, part in enumerate(parts):
         wall, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_THREAD)

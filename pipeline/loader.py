@@ -18,8 +18,8 @@ from pipeline.held import Held
 from pipeline.index import Index
 
 _BAD_FLOOR = 20  # so many bad files are allowed however few there are
-_LOOKS = 3  # so often a file that nothing is clearly said of fails, while others can be read, before it is a bad one
-_OTHERS = 9  # one of which is that file
+_LOOKS = 3  # a file with an unclear error is bad if it fails so often while others can be read
+_OTHERS = 9  # files of a store that are compared, with that one
 
 
 def bad_limit(files: int, share: float) -> int:

@@ -1,5 +1,4 @@
-"""Names of files: with a home folder in them, and many in one piece of memory, without a Python object for each, which
-may be a file's pages."""
+"""File names: with the home folder put in, and many of them in one array, which may be pages of a file."""
 
 import re
 from collections.abc import Collection, Iterable, Sequence

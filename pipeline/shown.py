@@ -20,7 +20,7 @@ class Screen(Console):
 
 
 def paints(console: Console) -> bool:
-    """Whether a bar can be painted there again and again; FORCE_COLOR, by which rich goes, makes a file no terminal."""
+    """Whether a bar can be repainted there. Under FORCE_COLOR rich alone would take a file for a terminal."""
     return console.is_interactive and console.file.isatty()
 
 

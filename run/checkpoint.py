@@ -60,10 +60,9 @@ def save(folder: Path, step: int, state: dict[str, Any], *, last: int, every: in
 
 
 def copied(**parts: Any) -> dict[str, Any]:
-    """The state dicts of parts, of those that are not None, with copies of the tensors where they are: on a GPU they
-    are made in the order of its work, and nobody waits. What shares a storage (``model/flat.py``) is copied at once.
-    What does not fit into half of what nobody has of a GPU's memory is copied to the CPU, and waited for: what torch
-    has taken the next step needs, and the decoder may need more."""
+    """The state dicts of the parts that are not None, with copies of the tensors where they are: a GPU makes them in
+    the order of its work, and nobody waits. What shares a storage (``model/flat.py``) is copied at once. Copies may
+    take half of a GPU's free memory, as the decoder may need more too; the others go to the CPU and are waited for."""
     room: dict[torch.device, int] = {}  # bytes
 
     def cloned(whole: Tensor) -> Tensor:

@@ -175,8 +175,8 @@ class Report:
     def step(self, step: int, values: Sequence[Tensor], finite: Tensor, learning_rate: float) -> None:
         """After optimizer step number ``step`` (the first is 1). ``values``, in the order of ``figures``, and
         ``finite`` are scalars of this rank. TooManySkipped after ``IN_A_ROW`` steps in a row whose gradients were not
-        finite, at the next line. The first step of a process is told of by itself, so that there is something to see,
-        and counts in the next line all the same; ``metrics.jsonl`` has that of the run."""
+        finite, at the next line. The first step of a process has a line of its own on the screen (in ``metrics.jsonl``
+        that of the run), so that there is something to see, and counts in the next line too."""
         self.sums += torch.where(finite, torch.stack([*values, torch.ones_like(values[0])]), 0.0)
         total, row, most = self.skipped
         row = (row + 1) * ~finite

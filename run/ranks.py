@@ -101,7 +101,7 @@ class Ranks:
         return result
 
     def meet(self) -> None:
-        """Waits for the other ranks, however long: no collective does, and none has a limit to pass."""
+        """Waits for the other ranks, however long it takes: a collective would give up (``_LIMIT``)."""
         if self.count > 1:
             store, key = self._store()
             store.add(key, 1)

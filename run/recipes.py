@@ -51,10 +51,10 @@ class RunConfig:
     weight_decay: float = 0.05
     """Of AdamW."""
 
-    # Nothing that the trained weights depend on, but for rounding: a run may be continued with other values of these.
-    # (That the images are the same is held by their fingerprint, wherever they lie.)
     PROGRAM: ClassVar[str] = "train.py"  # whose options these are
     GROUPS: ClassVar[dict[str, tuple[str, ...]]]  # {title: options}, as ``--help`` shows them; each once
+    # Nothing that the trained weights depend on, but for rounding: a run may be continued with other values of these.
+    # (That the images are the same is held by their fingerprint, wherever they lie.)
     FREE_ON_RESUME: ClassVar[tuple[str, ...]] = (
         "output", "max_steps", "device", "resume", "max_bad", "checkpoint_every", "keep_last", "keep_every",
         "log_every", "dry_run",

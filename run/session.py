@@ -46,8 +46,8 @@ class Data(Protocol):
         """Leaves in a file what ``differing`` needs; unless ``anew``, only where none is that can be read."""
 
     def differing(self, path: Path, images: int) -> str:
-        """What to say where a run was begun with other data, so many images, than these: what is different to what
-        was kept in the file, and what is expected."""
+        """What to say of a run that was begun with other data, so many images: what differs from what was kept in the
+        file, and what to do."""
 
 
 @dataclasses.dataclass

@@ -69,7 +69,7 @@ class StopRequest:
                 os._exit(128 + number[0])
 
     def agreed(self, step: int | None = None) -> bool:
-        """The same answer on all ranks, which ask after every step; for none, as it is now.
+        """The same answer on all ranks, which ask after every step; without a ``step``: what holds now.
 
         Several GPUs agree every ``GPU_EVERY`` steps, and look at what they agreed on the time before: by then it has
         long been there, and nobody waits for the steps that are queued.

@@ -165,7 +165,7 @@ class Training:
         return (self.recorded or self.take)(patches, numbers)
 
     def take(self, patches: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """What is the same in each step. All that differs is in memory that stays where it is."""
+        """The part of a step that can be recorded: what differs between steps is in memory that stays where it is."""
         if self.config.accumulate > 1:
             loss, similarity, spread, gradient = self._in_pieces(patches, numbers)
         else:

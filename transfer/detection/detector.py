@@ -55,8 +55,8 @@ def create_detector(
     # torchvision computes boxes in the type of these outputs, and half precision would round them to several pixels.
     for module in (detector.rpn.head, detector.roi_heads.box_predictor, detector.roi_heads.mask_predictor):
         module.register_forward_hook(_in_float32)
-    # torchvision takes the strides of the maps from the first images that it pools for, not from the square that they
-    # are padded to: of one lower than 0.7 of that, twice and more of what they are, and that for good.
+    # torchvision infers the strides of the maps, once, from the sizes of the first images and not of the square that
+    # they are padded to: by images lower than 0.7 of it they would come out half as large.
     for pool in (detector.roi_heads.box_roi_pool, detector.roi_heads.mask_roi_pool):
         pool.register_forward_pre_hook(lambda _, inputs: (*inputs[:2], [(size, size)] * len(inputs[2])))
     return detector.to(memory_format=torch.channels_last)  # as the norms leave the maps

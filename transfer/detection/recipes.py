@@ -52,7 +52,7 @@ class DetectionConfig(RunConfig):
     width: int = 256
     """Channels of the pyramid and the heads."""
     proposals: int = 1000
-    """Regions a image that the second stage looks at; half as many are sampled in training."""
+    """Regions an image that the second stage looks at; half as many are sampled in training."""
 
     weight_decay: float = 0.1
     """Of AdamW; not on biases, norms, positions and tokens."""

@@ -26,8 +26,6 @@ from .scenes import make_scenes
 
 # The generated dataset: drawn once, then shared by all runs of a checkout.
 SCENES = Path(__file__).resolve().parents[2] / "runs" / "toy-scenes"
-
-
 LOSSES = ("loss_objectness", "loss_rpn_box_reg", "loss_classifier", "loss_box_reg", "loss_mask")  # torchvision's names
 
 
@@ -68,8 +66,8 @@ def new_optimizer(config: DetectionConfig, detector: nn.Module) -> torch.optim.A
     groups = layer_groups(vit, weight_decay=decay, layer_decay=config.layer_decay)
     rest = [parameter for name, parameter in detector.named_parameters() if not name.startswith("backbone.vit.")]
     rest += vit.norm.parameters()
-    # To timm the last block is the top layer but for a pooling with parameters, which the pyramid leaves out; here the
-    # heads are.
+    # timm counts from the last block, or from a pooling with parameters, which the pyramid leaves out; here the heads
+    # are above it.
     top = max(group["lr_scale"] for group in groups)
     for group in groups:
         group["lr_scale"] *= config.layer_decay / top
