@@ -4,6 +4,9 @@ All that a network computes stays what it was, but for the forms said to differ.
 how its gradients come about, those for a network of keys know that there are none.
 """
 
+import math
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from timm.layers import Mlp
@@ -218,10 +221,14 @@ LARGEST = torch.finfo(E4M3).max  # 448
 MARGIN = 2.0  # how much larger than last time a number may be before it is cut off
 
 
-def quantised(x: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-    """x as e4m3 times a scale (float32 scalar), by which ``MARGIN`` times ``largest`` becomes the largest number."""
-    scale = (largest * (MARGIN / LARGEST)).clamp_min(torch.finfo(torch.float32).tiny)
-    return (x.float() / scale).clamp(-LARGEST, LARGEST).to(E4M3), scale
+def scales(largest: Tensor) -> Tensor:
+    """By which ``MARGIN`` times ``largest``, float32, becomes the largest number of e4m3."""
+    return (largest * (MARGIN / LARGEST)).clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def quantised(x: Tensor, scale: Tensor) -> Tensor:
+    """x over a scale (float32 scalar) as e4m3."""
+    return (x.float() / scale).clamp(-LARGEST, LARGEST).to(E4M3)
 
 
 @torch.library.custom_op("aps_bench::fp8_product", mutates_args=(), device_types="cpu")
@@ -246,15 +253,15 @@ def _(a, b, scale_a, scale_b, bias):
 class Fp8Linear(nn.Linear):
     """A linear layer without gradient whose product is one of e4m3 numbers, with a scale for input and weight each.
 
-    Scales are those of the time before, so that nothing waits for the largest number of this one; ``largest`` holds
-    both. ``kind``: the type of what comes out.
+    The input's is that of the time before, so that nothing waits for the largest number of this one, which goes to its
+    ``place`` in ``largest``. ``kind``: the type of what comes out.
     """
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
-        (a, scale_a), (b, scale_b) = quantised(rows, self.largest[0]), quantised(self.weight, self.largest[1])
-        self.largest.copy_(torch.stack([rows.abs().amax(), self.weight.abs().amax()]))
-        out = fp8_product(a, b, scale_a, scale_b, self.bias.to(self.kind))
+        a, b = (quantised(*of) for of in zip((rows, self.weight), self.scales, strict=True))
+        self.largest[self.place] = rows.abs().amax()
+        out = fp8_product(a, b, *self.scales, self.bias.to(self.kind))
         return out.unflatten(0, x.shape[:-1])
 
 
@@ -265,19 +272,18 @@ def put(vit: VisionTransformer, old: type, new: type, kind: torch.dtype) -> None
             module.__class__, module.kind = new, kind
 
 
-def fp8(vit: VisionTransformer, kind: torch.dtype, run) -> None:
-    """Products of all blocks but the last, which computes only what is read, in fp8; ``run()`` a pass through the
-    network as it is, of which the first scales are."""
+def fp8(vit: VisionTransformer, kind: torch.dtype) -> Callable[[], None]:
+    """Products of all blocks but the last, which computes only what is read, in fp8. What it returns makes all scales
+    before each pass, at once, as for each layer they would be launches of their own; of inputs they are 1 at first."""
     layers = [module for block in vit.blocks[:-1] for module in block.modules() if isinstance(module, nn.Linear)]
-    for layer in layers:
-        layer.register_buffer("largest", torch.zeros(2, device=layer.weight.device), persistent=False)
+    weights = [layer.weight for layer in layers]
+    largest = weights[0].new_full((len(layers),), LARGEST / MARGIN, dtype=torch.float32)
+    both = torch.stack([largest, largest])
+    for place, layer in enumerate(layers):
+        layer.__class__, layer.kind, layer.place, layer.largest = Fp8Linear, kind, place, largest
+        layer.scales = both[:, place].unbind()
 
-    def note(layer, inputs):
-        layer.largest.copy_(torch.stack([inputs[0].abs().amax(), layer.weight.abs().amax()]))
+    def rescale():
+        both.copy_(scales(torch.stack([largest, torch.stack(torch._foreach_norm(weights, math.inf))])))
 
-    hooks = [layer.register_forward_pre_hook(note) for layer in layers]
-    run()
-    for hook in hooks:
-        hook.remove()
-    for layer in layers:
-        layer.__class__, layer.kind = Fp8Linear, kind
+    return rescale

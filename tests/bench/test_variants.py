@@ -183,11 +183,30 @@ def test_recorded_steps_are_the_steps():
 def test_fp8_numbers():
     """A half of the last place of three bits off, at most; cut off where they grew by more than the margin."""
     x = torch.randn(4096, generator=torch.Generator().manual_seed(0)) * 10 ** torch.linspace(-1, 1, 4096)
-    small, scale = blocks.quantised(x, x.abs().max())
+    scale = blocks.scales(x.abs().max())
+    small = blocks.quantised(x, scale)
     normal = x.abs() > scale * 2**-6
     assert normal.sum() > 4000 and ((small.float() * scale - x).abs()[normal] <= 2**-4 * x.abs()[normal]).all()
-    grown, scale = blocks.quantised(3 * x, x.abs().max())
+    grown = blocks.quantised(3 * x, scale)
     torch.testing.assert_close(grown.float().abs().max() * scale, blocks.MARGIN * x.abs().max())
+
+
+def test_fp8_scales_follow_the_numbers():
+    """Those of weights as they are, those of inputs as they were, each layer's its own."""
+    layers, x = nn.Sequential(*(nn.Linear(24, 24) for _ in range(3))), random(5, 24)
+    rescale = blocks.fp8(SimpleNamespace(blocks=layers), torch.float32)
+    first, second, last = layers
+    with torch.no_grad():
+        for factor in (1, 3):
+            rescale()
+            inputs = factor * x, first(factor * x)
+            second(inputs[1])
+            second.weight *= 2
+            rescale()
+            for layer, given in zip((first, second), inputs, strict=True):
+                wanted = [blocks.scales(numbers.abs().max()) for numbers in (given, layer.weight)]
+                torch.testing.assert_close(torch.stack(layer.scales), torch.stack(wanted))
+    assert type(last) is nn.Linear
 
 
 def test_norm_on_an_h100():
