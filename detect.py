@@ -27,7 +27,6 @@ def parse(arguments: list[str]) -> DetectionConfig:
 if __name__ == "__main__":  # what follows takes seconds to import
     command.answer("detect.py", parse)
 
-from model.export import write_weights
 from pipeline.headers import counted
 from run import checkpoint, program
 from run.loop import Loop, planned, running
@@ -75,7 +74,7 @@ def main(arguments: list[str]) -> None:
 
     if ranks.first:
         weights = config.output / "detector.safetensors"
-        loop.say(f"detector: {write_weights(detector, weights, description | {'classes': data.classes})}")
+        loop.say(f"detector: {checkpoint.write_weights(detector, weights, description | {'classes': data.classes})}")
     if evaluation is None:
         loop.say("no --eval-annotations: no average precision")
     else:

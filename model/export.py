@@ -35,7 +35,7 @@ def export_model(
     about = {"model": name, "arguments": arguments, "mean": list(mean), "std": list(std), "training": training}
     told = {key: value for key, value in (options or {}).items() if key not in UNTOLD}
     files = {
-        "model.safetensors": _weights(vit),
+        "model.safetensors": weights(vit),
         "README.md": model_card(vit, about, told, len(classes)).encode(),
         "config.json": _json(hub_config(vit, about) | ({"label_names": list(classes)} if classes else {})),
     }
@@ -57,20 +57,7 @@ def export_model(
     return folder
 
 
-def write_weights(module: nn.Module, path: Path, description: dict[str, Any]) -> Path:
-    """Writes the state dict of a module as safetensors, whole or not at all, and its description as JSON beside it."""
-    for file, data in ((path, _weights(module)), (path.with_suffix(".json"), _json(description))):
-        partial = file.with_name(file.name + ".partial")
-        try:
-            _write(partial, data)
-            partial.replace(file)
-        except OSError:
-            partial.unlink(missing_ok=True)  # of a full disk
-            raise
-    return path
-
-
-def _weights(module: nn.Module) -> bytes:
+def weights(module: nn.Module) -> bytes:
     """The state dict as safetensors; its save_file() would make a file that only its owner can read."""
     state = {key: tensor.detach().cpu().contiguous() for key, tensor in module.state_dict().items()}
     return save(state, metadata={"format": "pt"})

@@ -80,7 +80,7 @@ class Loader:
         record: Path | None = None,
     ):
         if batch_size < 1 or batch_size % ranks:
-            raise ValueError(f"batch size {batch_size}: expected a positive multiple of the ranks, {ranks}")
+            raise ValueError(f"--batch-size {batch_size}: expected a positive multiple of the ranks, {ranks}")
         if len(index) < batch_size:
             raise ValueError(
                 f"{counted(len(index), 'image')} in {index.root}: expected at least one batch of {batch_size}, or a "

@@ -19,6 +19,7 @@ Sharded networks (FSDP2) are saved whole, in the same form, so any number of ran
 torch.distributed.checkpoint keeps its metadata as a pickle, which is not read from users' files here.)
 """
 
+import json
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,9 +27,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from model.export import weights
 from pipeline.cache import replacing
 
 
@@ -36,6 +38,13 @@ def write_atomically(path: Path, data: bytes) -> None:
     """Writes a file so that a crash at any moment leaves the old or the new one, whole."""
     with replacing(path, shared=False) as partial:
         partial.write_bytes(data)
+
+
+def write_weights(module: nn.Module, path: Path, description: dict[str, Any]) -> Path:
+    """Writes the state dict of a module as safetensors, whole or not at all, and its description as JSON beside it."""
+    write_atomically(path, weights(module))
+    write_atomically(path.with_suffix(".json"), (json.dumps(description, indent=2) + "\n").encode())
+    return path
 
 
 def save(folder: Path, step: int, state: dict[str, Any], *, last: int, every: int) -> Path:

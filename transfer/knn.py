@@ -113,7 +113,8 @@ def accuracy(
     """
     ranks = ranks or _ALONE
     numbers = torch.arange(len(bank), device=bank.device) if numbers is None else numbers
-    sizes = ranks.all(torch.tensor([len(bank), len(queries), _classes(bank_labels, labels)], device=bank.device))
+    own_classes = 1 + max((int(part.max()) for part in (bank_labels, labels) if len(part)), default=0)
+    sizes = ranks.all(torch.tensor([len(bank), len(queries), own_classes], device=bank.device))
     neighbours, asked, classes = torch.stack(sizes).T.tolist()
     k, classes = min(k, sum(neighbours)), max(classes)
     step = max(1, min(_QUERIES, _BYTES // (8 * classes)))
@@ -140,10 +141,6 @@ def accuracy(
             votes.scatter_add_(1, label.gather(1, order), weights)
             right += int((votes.argmax(1) == truth).sum())
     return 100 * right / sum(asked)
-
-
-def _classes(*labels):
-    return 1 + max((int(part.max()) for part in labels if len(part)), default=0)
 
 
 def _nearest(bank, labels, numbers, rows, count):

@@ -46,7 +46,8 @@ class LabelledAugmentation:
     def draw(self, sizes: np.ndarray, sample: np.ndarray, seed: int, epoch: int) -> "LabelledDraw":
         """Parameters of ``sample`` (int64 [m]), upright images of ``sizes`` (int [m,2]; h, w)."""
         a, sizes = self, np.asarray(sizes, np.int64)
-        drawn = _as_view(a).draw(sizes, sample, seed, epoch)
+        cropped = stream.Augmentation(area=a.area, aspect=a.aspect, flip_p=a.flip_p)
+        drawn = cropped.draw(sizes, sample, seed, epoch)
         boxes = drawn.boxes[:, :1]
         if a.padding:
             boxes = np.concatenate([np.zeros_like(sizes), sizes], 1)[:, None].astype(np.int32)
@@ -118,8 +119,3 @@ def _rand_augment(image, chosen, count, side):
             how = {"magnitude_bin": magnitude, "num_magnitude_bins": BINS, "fill_value": 128}
             image = select(suite, chosen[number, 0], data=image, **how)
     return image
-
-
-def _as_view(a):
-    """The crop and the flip as ``stream`` draws them."""
-    return stream.Augmentation(area=a.area, aspect=a.aspect, flip_p=a.flip_p)

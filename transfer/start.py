@@ -7,7 +7,7 @@ from typing import Any
 from timm.models.vision_transformer import VisionTransformer
 
 from model.encoder import pack
-from model.export import write_weights
+from run.checkpoint import write_weights
 from run.ranks import Ranks
 from run.recipes import Config
 

@@ -357,11 +357,11 @@ def test_evaluation_sees_every_sample_once(root, size):
 
 def test_sizes_that_do_not_divide_are_refused(root):
     index = Index.scan(root)
-    with pytest.raises(ValueError, match=r"batch size 10: expected a positive multiple of the ranks, 3"):
+    with pytest.raises(ValueError, match=r"--batch-size 10: expected a positive multiple of the ranks, 3"):
         loader(index, batch_size=10, ranks=3)
     with pytest.raises(ValueError, match=r"50 images .* at least one batch of 51"):
         loader(index, batch_size=51)
-    with pytest.raises(ValueError, match="batch size 0: expected a positive multiple of the ranks, 1"):
+    with pytest.raises(ValueError, match="--batch-size 0: expected a positive multiple of the ranks, 1"):
         loader(index, batch_size=0)
     assert loader(index, batch_size=1).batches_per_epoch == 50 and loader(index, batch_size=50).batches_per_epoch == 1
 

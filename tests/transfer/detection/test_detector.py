@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from model import create_encoder, timm_arguments
-from model.export import write_weights
+from run.checkpoint import write_weights
 from transfer.detection.detector import create_detector, detect, load_detector
 from transfer.detection.recipes import RECIPES
 from transfer.detection.training import new_detector
