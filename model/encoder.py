@@ -112,12 +112,16 @@ def create_plain(name: str, arguments: dict, **more) -> VisionTransformer:
     """``timm.create_model`` for models that can run on a subset of their patches; ValueError for all others."""
     try:
         vit = timm.create_model(name, **arguments, **more)
-    except RuntimeError as error:  # timm's answer to an unknown name
-        raise ValueError(
-            f"--model {name}: {error}; expected a Vision Transformer of timm, such as vit_small_patch16_224"
-        ) from None
     except TypeError:  # an architecture that has no such argument
         vit = None
+    except Exception as error:  # timm's constructors raise nearly anything for arguments that do not go together
+        if isinstance(error, RuntimeError) and "allocate" in str(error):  # which is memory
+            raise
+        known = isinstance(error, RuntimeError)  # timm's answer to an unknown name
+        said = error if known else f"{type(error).__name__}: {error}, for {arguments}"
+        raise ValueError(
+            f"--model {name}: {said}; expected a Vision Transformer of timm, such as vit_small_patch16_224"
+        ) from None
     # A subclass may have ways of its own from patches to features (a distillation token, relative positions).
     if type(vit) is not VisionTransformer or type(vit.patch_embed) is not PatchEmbed or vit.pos_embed is None:
         raise ValueError(

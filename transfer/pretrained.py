@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import timm
+import torch
 from timm.layers import resample_abs_pos_embed
 from timm.models.vision_transformer import VisionTransformer
 from timm.optim import param_groups_layer_decay
@@ -18,6 +19,7 @@ from run import checkpoint
 
 HEAD = ("head.weight", "head.bias")  # the classifier, as timm calls it
 HUB_WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in timm's hub layout, the first that is there
+FLOATS = torch.float32, torch.float16, torch.bfloat16, torch.float64
 SHOWN = 30  # keys of a kind in an error
 
 
@@ -38,7 +40,7 @@ def load_encoder(
 
     The description: ``model``, ``arguments`` (which made the encoder that is returned),
     ``mean`` and ``std`` per channel of pixels in [0, 1], ``training`` (what is known of it). ValueError for anything
-    that is no such source, and for weights that are missing, left over, of another shape or not finite.
+    that is no such source, and for weights that are missing, left over, of another shape or type, or not finite.
     """
     source = Path(source)
     description, state = _read(source, model)
@@ -62,6 +64,9 @@ def load_encoder(
             state.pop(key, None)
     fresh = () if any(key in state for key in HEAD) else HEAD
     _check_fit(f"{source} does not fit {name} {arguments}", vit.state_dict(), state, fresh)
+    other = [f"{key} of {tensor.dtype}" for key, tensor in state.items() if tensor.dtype not in FLOATS]
+    if other:
+        raise ValueError(f"{source} has {other[0].replace('torch.', '')}; expected weights in float32, or half of it")
     broken = [key for key, tensor in state.items() if not tensor.isfinite().all()]
     if broken:
         raise ValueError(
@@ -70,7 +75,9 @@ def load_encoder(
         )
     vit.load_state_dict(state, strict=False)
     for statistic in ("mean", "std"):
-        description.setdefault(statistic, list(vit.pretrained_cfg[statistic]))
+        numbers = description.setdefault(statistic, list(vit.pretrained_cfg[statistic]))
+        if not _are_three(numbers, above=0 if statistic == "std" else -math.inf):
+            raise ValueError(f"{source} has a {statistic} of {numbers}; expected three numbers, of std above 0")
     return vit, description | {"arguments": arguments}
 
 
@@ -96,6 +103,12 @@ def _grid(patches: int, own: tuple[int, int]) -> tuple[int, int]:
     """The grid of so many patches: the model's own where that fits, or else a square, as all models of timm have."""
     side = math.isqrt(max(patches, 0))
     return own if math.prod(own) == patches or side * side != patches or not side else (side, side)
+
+
+def _are_three(numbers: Any, *, above: float) -> bool:
+    """Whether what JSON says is a list of three finite numbers above another one."""
+    known = isinstance(numbers, list) and all(type(number) in (int, float) for number in numbers)
+    return known and len(numbers) == 3 and all(above < number < math.inf for number in numbers)
 
 
 def _check_fit(what: str, expected: dict[str, Tensor], got: dict[str, Tensor], fresh: tuple[str, ...]) -> None:
@@ -204,7 +217,7 @@ def _read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def _read_hub(folder: Path, known: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     training = known.get("training", {"checkpoint": folder.name})
     description = {"model": known["architecture"], "arguments": known.get("model_args", {}), "training": training}
-    data = known.get("pretrained_cfg", known)  # older files have it at the top
+    data = known.get("pretrained_cfg") or known  # older files have it at the top
     description |= {name: data[name] for name in ("mean", "std") if name in data}
     found = next((folder / name for name in HUB_WEIGHTS if (folder / name).exists()), None)
     if found is None:
@@ -214,8 +227,10 @@ def _read_hub(folder: Path, known: dict[str, Any]) -> tuple[dict[str, Any], dict
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
+        known = dict(json.loads(path.read_text()))
+        objects = "model_args", "arguments", "pretrained_cfg", "training"
+        return known | {name: dict(known[name] or {}) for name in objects if name in known}
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not the JSON of an encoder or a run ({error})") from None
 
 

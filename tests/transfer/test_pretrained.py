@@ -220,7 +220,17 @@ def test_what_is_no_encoder_is_refused(run, tmp_path):
     refused(tmp_path / "whole.safetensors", r"--model resnet18 is no plain Vision Transformer", model="resnet18")
     refused(tmp_path / "nothing", r"nothing does not exist")
     refused(run, r"--model vit_base_patch16_224: .*run is a vit_tiny_patch16_224", model="vit_base_patch16_224")
-    (run / "encoder/config.json").write_text("{")
+    known = json.loads((run / "encoder/config.json").read_text())
+    for change, problem in (
+        ({"model_args": [1]}, r"encoder/config.json is not the JSON of an encoder"),
+        ({"training": "much"}, r"encoder/config.json is not the JSON of an encoder"),
+        ({"model_args": {"num_heads": 5}}, r"AssertionError: .*num_heads, for .*'num_heads': 5.*; expected a Vision"),
+        ({"pretrained_cfg": {"mean": [0, 1]}}, r"encoder has a mean of \[0, 1\]; expected three numbers, of std above"),
+        ({"pretrained_cfg": {"std": [1, 1, 0]}}, r"encoder has a std of \[1, 1, 0\]"),
+    ):
+        (run / "encoder/config.json").write_text(json.dumps(known | change))
+        refused(run / "encoder", problem)
+    (run / "encoder/config.json").write_text("[" * 100_000)
     refused(run, r"encoder/config.json is not the JSON of")
     shutil.rmtree(run / "encoder")
     save_file(made().state_dict(), run / "encoder.safetensors")
@@ -232,11 +242,14 @@ def test_what_is_no_encoder_is_refused(run, tmp_path):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_are_refused(tmp_path, value):
+def test_weights_that_are_no_numbers_are_refused(tmp_path, value):
     """One of them is enough: k-NN would give the accuracy of chance, a probe a traceback."""
     vit = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=0)
     with torch.no_grad():
         vit.blocks[0].mlp.fc1.weight[3, 5] = value
     torch.save(vit.state_dict(), tmp_path / "a.pth")
     with pytest.raises(ValueError, match=r"not finite, in 1 of \d+ tensors \(blocks.0.mlp.fc1.weight\); expected"):
+        load_encoder(tmp_path / "a.pth", model="vit_tiny_patch16_224", depth=1)
+    torch.save(vit.state_dict() | {"norm.bias": torch.zeros(192, dtype=torch.int8)}, tmp_path / "a.pth")
+    with pytest.raises(ValueError, match=r"a.pth has norm.bias of int8; expected weights in float32, or half of it"):
         load_encoder(tmp_path / "a.pth", model="vit_tiny_patch16_224", depth=1)
