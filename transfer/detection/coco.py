@@ -7,6 +7,7 @@ pycocotools is imported where it is used: it is of the extra ``coco``.
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -19,6 +20,8 @@ from torch import Tensor
 from pipeline import pictures
 from pipeline.scan import read_headers
 
+# In the name of a file: what no file is called, and what is read as something else than an image.
+_NO_IMAGE = re.compile(r"\0|[\ud800-\udc7f\udd00-\udfff]|^s3://|\.tar$", re.IGNORECASE)
 MAX_PIXELS = 178_956_970  # of an image: where Pillow suspects an attack
 
 
@@ -171,6 +174,8 @@ def _typed(entry: dict[str, Any], key: str, kind: type, what: str) -> Any:
 def _image(number: int, image: dict[str, Any], path: Path) -> tuple[int, str, int, int]:
     what = f"{path}: image {number}"
     name, height, width = (_typed(image, *part, what) for part in (("file_name", str), ("height", int), ("width", int)))
+    if _NO_IMAGE.search(name):
+        raise ValueError(f"{what} has file_name {name!r}; expected the path of an image")
     if min(height, width) < 1 or height * width > MAX_PIXELS:
         raise ValueError(f"{what} has {width} x {height} pixels; expected 1 to {MAX_PIXELS:,}")
     return number, name, height, width

@@ -134,6 +134,10 @@ def broken(change):
     return whole
 
 
+def called(name):
+    return broken(lambda whole: whole["images"][1].update(file_name=name))
+
+
 def of_first(**more):
     return lambda whole: whole["annotations"][0].update(more)
 
@@ -148,6 +152,7 @@ def of_first(**more):
         (broken(lambda whole: whole["images"][1].update(id=5)), r"images\[1\] has its id twice"),
         (broken(lambda whole: whole["images"][1].update(id="5")), "expected an integer"),
         (broken(lambda whole: whole["images"][1].update(height=None)), "image 0 has height None; expected int"),
+        *((called(name), "has file_name '.*an image") for name in ("a.TAR", "s3://b/0.jpg", "a\0.jpg", "\ud800.jpg")),
         (broken(lambda whole: whole["images"][1].update(width=10**9)), "image 0 has 1000000000 x 40 pixels"),
         (broken(lambda whole: whole["images"][1].update(width=0)), "image 0 has 0 x 40 pixels"),
         (
