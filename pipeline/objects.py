@@ -132,9 +132,9 @@ def _stamp(meta):
 def _asked(request, bucket, key):
     """What a request for a key gives.
 
-    OSError if it cannot be had: ENOENT where the store says that it is not there; EACCES, see ``graph.UNCLEAR``, where
-    it says that of the bucket, or forbids it, as it also does of what is not there to who may not list the bucket, and
-    of a bucket of another region; EREMOTEIO for all that may pass.
+    OSError if it cannot be had. ENOENT: the store says that it is not there. EACCES (see ``graph.UNCLEAR``): there is
+    no such bucket, or it is in another region, or access is forbidden, which is also the answer for a missing object
+    to those who may not list the bucket. EREMOTEIO: all that may pass.
     """
     with _lock:
         store = _store(bucket)

@@ -36,7 +36,7 @@ class Reader:
         raise NotImplementedError
 
     def again(self, sample: int) -> np.ndarray:
-        """The same; without reading it, if it was read in vain, as others that were begun with it could not be."""
+        """The same; from memory, if it was begun before with others of which some could not be read."""
         file = self._had.get(sample)
         return self.read(sample) if file is None else file
 

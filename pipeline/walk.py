@@ -91,8 +91,8 @@ def statuses(folder: int, names: Sequence[bytes]) -> tuple[np.ndarray, np.ndarra
 
 
 class _Call(threading.local):
-    """A function of the C library, the type of what it writes of a file, and its arguments behind the name of one,
-    given where it is to write. AttributeError where there is no such function."""
+    """A function of the C library that writes the status of a file: its name, the type of what it writes, and its
+    arguments behind the file's name, made from the places to write to. AttributeError where there is none."""
 
     def __init__(self, name, status, arguments):
         # What each argument is goes without saying: argtypes would take .4 us a call.

@@ -24,7 +24,7 @@ SHOWN = 30  # keys of a kind in an error
 
 
 def load_encoder(
-    source: Path, *, model: str | None = None, image_size: int | tuple[int, int] | None = None, **more
+    source: Path, *, model: str | None = None, image_size: int | None = None, **more
 ) -> tuple[VisionTransformer, dict[str, Any]]:
     """An encoder with its weights, as timm's own VisionTransformer on the CPU, and the description of it.
 
@@ -34,13 +34,13 @@ def load_encoder(
     names the architecture as ``timm.create_model`` takes it (of several sets of weights in it timm prefers averaged
     ones). Nothing but tensors and plain values is unpickled.
 
-    ``image_size`` in pixels, square or (height, width): where it is not the encoder's own, the position embedding is
-    resampled by timm's function. ``more`` goes to ``timm.create_model``. There is no classifier unless ``num_classes``
-    asks for one, which is new but where the source has one of as many classes.
+    ``image_size``: pixels a side; where it is not the encoder's own, the position embedding is resampled by timm's
+    function. ``more`` goes to ``timm.create_model``. There is no classifier unless ``num_classes`` asks for one, which
+    is new but where the source has one of as many classes.
 
-    The description: ``model``, ``arguments`` (which made the encoder that is returned),
-    ``mean`` and ``std`` per channel of pixels in [0, 1], ``training`` (what is known of it). ValueError for anything
-    that is no such source, and for weights that are missing, left over, of another shape or type, or not finite.
+    The description: ``model``, ``arguments`` (which made the encoder that is returned), ``mean`` and ``std`` per
+    channel of pixels in [0, 1], ``training`` (what is known of it). ValueError for anything that is no such source, and
+    for weights that are missing, left over, of another shape or type, or not finite.
     """
     source = Path(source)
     description, state = _read(source, model)
@@ -51,8 +51,8 @@ def load_encoder(
     grid = own.patch_embed.grid_size
     if positions is not None and "img_size" not in arguments:
         grid = _grid(positions.numel() // own.embed_dim - prefix, grid)
-    size = image_size or tuple(side * own.patch_embed.patch_size[0] for side in grid)
-    arguments["img_size"] = size if isinstance(size, int) or size[0] != size[1] else size[0]
+    height, width = (image_size or side * own.patch_embed.patch_size[0] for side in grid)
+    arguments["img_size"] = height if height == width else (height, width)
     vit = create_plain(name, arguments)
 
     if positions is not None and positions.shape == (1, prefix + math.prod(grid), vit.embed_dim):
