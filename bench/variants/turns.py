@@ -1,6 +1,7 @@
 """``bench step --variants``: each variant alone, then those that pay together, in turns with train.py's step.
 
 Those from which most is expected come first; the result is written after each, so that what is cut off has less to say.
+What fails stops no other: where it takes the GPU with it, those left run in a new process.
 
 Before it is timed, a variant takes the first steps from the same weights on the same patches as the base has:
 
@@ -19,6 +20,8 @@ where they alone are asked for. What cannot be run is "not run", with the reason
 
 import dataclasses
 import gc
+import json
+import os
 import sys
 from collections.abc import Callable
 
@@ -35,6 +38,7 @@ from run.recipes import Config
 
 SMALL = {"model": "vit_tiny_patch16_224", "image_size": 64, "depth": 3, "head_hidden": 64, "groups": 2, "batch_size": 8}
 PREDICTED = {"imagenet-vit-s": 0, "imagenet-vit-b": 1}  # place in ``Variant.predicted``
+GO_ON = "BENCH_VARIANTS_GO_ON"  # in the environment: --json has rows of a process that could not go on
 COMPILED = 128  # forms of one function at once: each variant is one or two
 
 
@@ -114,9 +118,24 @@ def let_go(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def measure(config: Config, device: torch.device, names: list[str], turns: int, save: Callable[[list], None]) -> list:
-    """A row for each variant and for those together; ``save`` gets what there is after each of them."""
-    mode, rows = "graph" if device.type == "cuda" else "eager", []
+def lost(device: torch.device) -> bool:
+    """Whether nothing runs in this process any more, as after a kernel that read beside its memory."""
+    try:
+        wait(device)
+    except RuntimeError:
+        return True
+    return False
+
+
+def measure(
+    config: Config, device: torch.device, names: list[str], turns: int, rows: list, save: Callable[[], None]
+) -> None:
+    """Adds to ``rows`` one for each variant and for those together, unless it has it; ``save`` is called after each."""
+    order = [*sorted(set(names) - SLOW, key=lambda name: (-BY_NAME[name].predicted[0], name)), "together"]
+    order = [name for name in (*order, *SLOW.intersection(names)) if name not in {row["name"] for row in rows}]
+    if not order:
+        return
+    mode = "graph" if device.type == "cuda" else "eager"
     float32, exact = one(config, device, "float32")
     loaded = float32.loaded
     del float32
@@ -149,18 +168,15 @@ def measure(config: Config, device: torch.device, names: list[str], turns: int, 
         row |= {"base": times["plain"]["step_seconds"], "step_seconds": times[what]["step_seconds"]}
         return row | {"times_base": times[what]["times_plain"], "saved_ms": saved}
 
-    for name in sorted(set(names) - SLOW, key=lambda name: (-BY_NAME[name].predicted[0], name)):
-        rows.append(row_of(name, [name]))
-        save(rows)
-    ran = [row for row in rows if "saved_ms" in row and row["within"] and (row["saved_ms"] > 0 or not on_gpu)]
-    best = sorted(ran, key=lambda row: (-(BY_NAME[row["name"]].cosine or 1), -row["saved_ms"] * on_gpu))
-    rows.append(row_of("together", compatible([row["name"] for row in best])))
-    save(rows)
-    for name in SLOW.intersection(names):
-        rows.append(row_of(name, [name]))
-        save(rows)
+    def those_that_pay() -> list[str]:
+        ran = [row for row in rows if "saved_ms" in row and row["within"] and (row["saved_ms"] > 0 or not on_gpu)]
+        best = sorted(ran, key=lambda row: (-(BY_NAME[row["name"]].cosine or 1), -row["saved_ms"] * on_gpu))
+        return compatible([row["name"] for row in best])
+
+    for name in order:
+        rows.append(row_of(name, those_that_pay() if name == "together" else [name]))
+        save()
     wait(device)
-    return rows
 
 
 def conclusions(d: dict) -> dict:
@@ -200,12 +216,18 @@ def main(options, config: Config, device: torch.device) -> int:
         config, turns, result = dataclasses.replace(config, **SMALL), 2, result | SMALL
     result |= {"batch_size": config.batch_size}
 
-    def save(rows):
+    rows = json.loads(options.json.read_text())["rows"] if os.environ.pop(GO_ON, "") else []
+
+    def save():
         found = result | {"rows": rows}
         environment.save(options, found | conclusions(found))
+        if "failed" in rows[-1] and options.json and lost(device):
+            print(f"{rows[-1]['name']}: {without_figures(rows[-1])}; the others in a new process", flush=True)
+            os.environ[GO_ON] = "1"
+            os.execv(sys.executable, [sys.executable, "-m", "bench", *sys.argv[1:]])
 
     with torch._dynamo.config.patch(recompile_limit=COMPILED):
-        rows = measure(config, device, names, turns, save)
+        measure(config, device, names, turns, rows, save)
     columns = ("predicted_ms", "saved_ms", "loss_difference", "gradient_distance", "gradient_tolerance", "key_cosine")
     environment.print_table([
         {"variant": row["name"]}

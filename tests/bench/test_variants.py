@@ -3,7 +3,9 @@
 import dataclasses
 import functools
 import json
+import os
 import re
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +18,7 @@ from torch import nn
 from bench import step
 from bench.compile import _nvidia
 from bench.step import Synthetic
-from bench.variants import blocks, columns, compiled, cublaslt, mlp
+from bench.variants import blocks, columns, compiled, cublaslt, mlp, turns
 from bench.variants.changes import BY_NAME, VARIANTS, apply, compatible
 from bench.variants.turns import SMALL, course
 from run.recipes import RECIPES
@@ -124,6 +126,31 @@ def test_variants_take_the_steps_of_the_base(tmp_path, capsys):
     assert sum(text.startswith("not run: needs an NVIDIA GPU") for text in texts) == 3
     assert step.main(["--smoke", "--variants", "key-gelu", "gelu"]) == 2
     assert "--variants gelu: expected some of autotune, " in capsys.readouterr().err
+
+
+def test_what_takes_the_gpu_with_it_leaves_the_others_to_a_new_process(tmp_path, monkeypatch):
+    """Which knows what came of those before, and says all."""
+    path, begun = tmp_path / "variants.json", turns.apply
+    arguments = ["--smoke", "--variants", "key-gelu", "one-embedding", "--json", str(path)]
+
+    def broken(names, training):
+        if "key-gelu" in names:
+            raise RuntimeError("an illegal memory access\nand more")
+        begun(names, training)
+
+    def replaced(*command):
+        raise SystemExit(command)
+
+    monkeypatch.setattr(turns, "apply", broken)
+    monkeypatch.setattr(turns.os, "execv", replaced)
+    monkeypatch.setattr(turns, "lost", lambda device: True)
+    with pytest.raises(SystemExit) as ended:
+        step.main(arguments)
+    assert ended.value.code == (sys.executable, [sys.executable, "-m", "bench", *sys.argv[1:]])
+    assert step.main(arguments) == 1 and turns.GO_ON not in os.environ
+    failed, other, together = json.loads(path.read_text())["rows"]
+    assert failed["failed"] == "RuntimeError: an illegal memory access"
+    assert other["within"] and together["applied"] == ["one-embedding"]
 
 
 def test_products_of_a_library_have_the_gradients_of_the_layers():
