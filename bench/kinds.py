@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from bench import environment
-from bench.findings import finding, number
+from bench.findings import failure, finding, number, without_figures
 from bench.pipeline import AHEAD, drain, generate, skip
 from pipeline import Index, Loader
 from run.ranks import Ranks
@@ -24,6 +24,7 @@ KINDS = {  # height, width in pixels, images of a batch
     "24 megapixels": (4000, 6000, 64),
 }
 BATCHES = 6
+COLUMNS = "kind", "height", "width", "batch_size", "images/s", "CPU ms/image", "memory_bytes", "failed"
 
 
 def row_of(kind: str, config, device: torch.device, small: bool) -> dict:
@@ -56,10 +57,10 @@ def row_of(kind: str, config, device: torch.device, small: bool) -> dict:
 def conclusions(d: dict) -> dict:
     found = []
     for row in d["rows"]:
-        memory = row["memory_bytes"]
+        memory = row.get("memory_bytes")
         more = [f"{number(memory / 2**30)} GiB of the GPU's memory held"] if memory is not None else []
         what = f"input path, {row['kind']} JPEGs of {row['height']} x {row['width']}, batch {row['batch_size']}"
-        found.append(finding(what, f"{number(row['images/s'])} images/s", *more))
+        found.append(finding(what, without_figures(row) or f"{number(row['images/s'])} images/s", *more))
     return {"findings": found}
 
 
@@ -70,8 +71,12 @@ def main(arguments: list[str]) -> int:
     except ImportError as error:
         return skip(options, f"DALI cannot be imported: {error}")
     config, result = RECIPES["imagenet-vit-s"], {"recipe": "imagenet-vit-s", "rows": []}
-    for kind in KINDS:
-        result["rows"].append(row_of(kind, config, environment.device(), options.smoke))
+    for kind, (height, width, batch) in KINDS.items():
+        try:
+            row = row_of(kind, config, environment.device(), options.smoke)
+        except Exception as error:  # one that fails stops no other
+            row = {"kind": kind, "height": height, "width": width, "batch_size": batch, "failed": failure(error)}
+        result["rows"].append(row)
         environment.save(options, result | conclusions(result))
-    environment.print_table(result["rows"])
-    return 0
+    environment.print_table([{name: row.get(name) for name in COLUMNS} for row in result["rows"]])
+    return int(any("failed" in row for row in result["rows"]))

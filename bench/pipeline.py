@@ -102,7 +102,12 @@ def main(arguments: list[str]) -> int:
             "mean_file_bytes": round(float(np.mean(file_bytes))),
             "mean_height": float(index.sizes[:, 0].mean()), "mean_width": float(index.sizes[:, 1].mean()),
         }  # fmt: skip
-        tables = {"rates": lambda: rates(index, config, batch, batches, rounds, device, cores)}
+
+        def note(rows):
+            result["rates"] = rows
+            environment.save(options, result | conclusions(result))
+
+        tables = {"rates": lambda: rates(index, config, batch, batches, rounds, device, cores, note)}
         if not on_gpu and read_by_dali(index):
             tables["stages"] = lambda: stages(index, config, min(looked_at, batch), rounds)
             tables["parity"] = lambda: parity(index, config.image_size, looked_at)
@@ -162,8 +167,9 @@ def read_by_dali(index) -> bool:
 # Images per second and processor time, side by side
 
 
-def rates(index, config, batch, batches, rounds, device, cores) -> list[dict]:
-    """One row per provider, or on a GPU per number of threads of this loader: medians of rounds, all in turns."""
+def rates(index, config, batch, batches, rounds, device, cores, note) -> list[dict]:
+    """One row per provider, or on a GPU per number of threads of this loader: medians of rounds, all in turns.
+    ``note`` gets what there is after each of them."""
 
     def ours(threads):
         loader = Loader(
@@ -180,16 +186,16 @@ def rates(index, config, batch, batches, rounds, device, cores) -> list[dict]:
         if read_by_dali(index):
             providers |= torchvision_loaders(index, config, batch, cores)
     count = max(1, batches // rounds) + 2 * AHEAD
-    measured = {name: [] for name in providers}
+    measured = {}
     for turn in range(rounds):
         for name, provider in providers.items():
-            measured[name].append(drain(provider(turn * count, (turn + 1) * count), batch))
-    rows = []
-    for name, values in measured.items():
-        rate, cost = (statistics.median(column) for column in zip(*values, strict=True))
-        rows.append({"provider": name, "images/s": rate, "CPU ms/image": cost})
-    for row in rows:
-        row[TIMES] = row["CPU ms/image"] / rows[0]["CPU ms/image"]
+            measured.setdefault(name, []).append(drain(provider(turn * count, (turn + 1) * count), batch))
+            rows = []
+            for of, values in measured.items():
+                rate, cost = (statistics.median(column) for column in zip(*values, strict=True))
+                rows.append({"provider": of, "images/s": rate, "CPU ms/image": cost})
+                rows[-1][TIMES] = cost / rows[0]["CPU ms/image"]
+            note(rows)
     if find_spec("ffcv") is None:
         rows.append(dict.fromkeys(rows[0]) | {"provider": "FFCV: not installed"})
     return rows

@@ -260,6 +260,7 @@ def main(arguments: list[str]) -> int:
         modes[mode], result[mode] = warm_up(config, device, mode, batches)
     for mode, times in time_in_turns(modes, config, device, turns).items():
         result[mode] |= times
+    environment.save(options, result | {"findings": []})  # whatever becomes of what they are compared with
     seconds = 0.1 if options.smoke else 1  # ceilings: on a GPU as warm as it was
     precisions = {result[mode]["precision"] for mode in modes}
     ceilings = {

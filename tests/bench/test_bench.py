@@ -15,6 +15,7 @@ import torch
 from conftest import ROOT, run_program
 
 import kernels
+from bench import all as everything
 from bench import big, collectives, compile, counters, embed, environment, learning, pipeline, sanitizer, train
 from bench.__main__ import main
 from bench.kernels import GROUPS, POWER, SMOKE_SIZES, Size, batch_of_boxes, sample_one_by_one, sample_with_multinomial
@@ -354,6 +355,38 @@ def test_two_ranks_are_tried_where_the_library_of_one_fails(tmp_path, monkeypatc
         torch.distributed.destroy_process_group()
     result = json.loads((tmp_path / "c.json").read_text())
     assert result["two"]["within"] and result["findings"][0]["result"] == "failed: RuntimeError: what it is"
+
+
+def test_rates_are_kept_as_they_come(monkeypatch):
+    """On a GPU one number of threads after the other, of which a limit may cut off the last."""
+    rates = iter([(30.0, 1.0), (20.0, 1.0)])
+    monkeypatch.setattr(pipeline, "Loader", lambda *_, **__: SimpleNamespace(batches=lambda *_: ()))
+    monkeypatch.setattr(pipeline, "drain", lambda *_: next(rates))
+    noted = []
+    with pytest.raises(StopIteration):
+        pipeline.rates(None, RECIPES["toy"], 8, 40, 1, torch.device("cuda"), 16, noted.append)
+    assert [[row["images/s"] for row in rows] for rows in noted] == [[30], [30, 20]]
+
+
+def test_a_kind_of_images_that_fails_stops_no_other(tmp_path, monkeypatch):
+    def row_of(kind, *_):
+        if kind == "progressive":
+            raise RuntimeError("no engine\nand more")
+        return {"kind": kind, "height": 1, "width": 2, "batch_size": 3, "images/s": 4.0, "memory_bytes": None}
+
+    monkeypatch.setattr("bench.kinds.row_of", row_of)
+    assert main(["kinds", "--json", str(tmp_path / "kinds.json")]) == 1
+    said = [row["result"] for row in json.loads((tmp_path / "kinds.json").read_text())["findings"]]
+    assert said == ["4 images/s", "failed: RuntimeError: no engine", "4 images/s"]
+
+
+def test_tests_that_cannot_be_run_are_not_run(tmp_path, monkeypatch):
+    """And stop no speed, as those that fail do."""
+    monkeypatch.setattr("bench.gpu_tests.find_spec", lambda _: None)
+    assert main(["gpu_tests", "--json", str(tmp_path / "tests.json")]) == 0
+    state = everything.ended(0, tmp_path / "tests.json")
+    assert state == "not run: pytest is not installed"
+    assert everything.tests_said(state, tmp_path / "tests.json") == "not run"
 
 
 def test_kernels_of_the_input_path_are_none_where_the_profiler_sees_none(monkeypatch, capsys):
