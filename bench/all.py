@@ -88,9 +88,10 @@ STAGES = {
         Part("step_vit_s_compiled", f"{STEP_S} 512 --modes compiled", 60, where="gpu"),
     ),
     2: (
-        Part("variant_tests", "gpu_tests --workers 6 --files bench/test_variants.py", 60),
-        Part("variants", f"{STEP_S} 512 --turns 5 --variants {SOON}", 200, behind="variant_tests"),
         Part("step_vit_b", f"{STEP_B} 512 --modes graph", 120, where="gpu"),
+        # Behind no tests: each is compared with the step before it is timed, and says what came of it.
+        Part("variants", f"{STEP_S} 512 --turns 5 --variants {SOON}", 200),
+        Part("variant_tests", "gpu_tests --workers 6 --files bench/test_variants.py", 60),
     ),
     3: (
         Part("data_tests", f"gpu_tests --files {DATA_TESTS}", 120),
@@ -135,7 +136,7 @@ def main(arguments: list[str]) -> int:
     options.out = options.out or ROOT / f"{folder}-{datetime.date.today()}"
     options.out.mkdir(parents=True, exist_ok=True)
     log = options.out / ("log.txt" if options.stage is None else f"log_{options.stage}.txt")
-    with log.open("w") as log:
+    with log.open("a") as log:  # of an earlier run, too, of which this takes up a part
 
         def say(line: str) -> None:
             for file in (sys.stdout, log):

@@ -10,7 +10,7 @@
 #
 #   1  machine 12: clocks, ceilings; gpu_tests 50: the step and its kernels against the reference, in 8 processes;
 #      step_vit_s 85: batch 512 as a CUDA graph, with a trace; kernels 45; step_vit_s_compiled 35           227 s
-#   2  variant_tests 25; variants 145: what should save the most of a step, alone and together; step_vit_b 75   245 s
+#   2  step_vit_b 75; variants 145: what should save the most of a step, alone and together; variant_tests 25   245 s
 #   3  data_tests 70: the decoder's memory, loader, train.py; train 80: train.py end to end; pipeline 55        205 s
 #   4  products 60; sanitizer 90; counters 45; collectives 45                                                240 s
 #   5  variants_later 175: the other variants; step_vit_s_1024 65                                            240 s

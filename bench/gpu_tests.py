@@ -6,10 +6,9 @@ A test that is skipped, for want of a package or of the GPU, has not been run: "
 import argparse
 from importlib.util import find_spec
 
-import pytest
-
 from bench import environment
 from bench.findings import finding
+from bench.pipeline import skip
 
 
 class Outcomes:
@@ -47,6 +46,10 @@ def main(arguments: list[str]) -> int:
     options.add_argument("--files", nargs="+", help="below tests/, in this order [all that have such tests]")
     options.add_argument("--workers", type=int, default=1, help="processes, with pytest-xdist: most of it is compiling")
     options = options.parse_args(arguments)
+    if find_spec("pytest") is None:
+        return skip(options, "pytest is not installed")
+    import pytest
+
     tests = environment.ROOT / "tests"
     files = [tests / file for file in options.files or ()]
     files = files or sorted(path for path in tests.rglob("test_*.py") if "mark.gpu" in path.read_text())
