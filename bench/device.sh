@@ -18,7 +18,8 @@
 #
 # 3 and 6 need DALI and tyro (program_tests pycocotools too), the others torch, triton, timm, rich and pytest. IMAGES is
 # a folder of images for the input path (default: generated ones; batches of 512), PYTHON the interpreter (default:
-# python3). Exit code 0: all of it has run, and passed. What the limit cut off is "out of time"; --parts takes it up.
+# python3). Exit code 0: all of it has run, and passed. What the limit cut off is "out of time"; --parts takes it up,
+# and stands behind no tests but those that it names.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
