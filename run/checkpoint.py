@@ -165,11 +165,15 @@ def newest(folder: Path) -> tuple[Path | None, list[str]]:
 def load(path: Path) -> dict[str, Any]:
     """The state in a checkpoint, on the CPU. Only tensors and plain values are unpickled; ValueError if it is torn."""
     try:
-        # Mapped: several ranks of a machine share the pages, and a sharded one takes only its part.
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return _read(path)
     except Exception as error:  # whatever zip, pickle or torch find wrong with it
         what = f"{path} is no readable checkpoint ({type(error).__name__})"
         raise ValueError(f"{what}; remove it to continue from the one before") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    # Mapped: several ranks of a machine share the pages, and a sharded one takes only its part.
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
 def _damage(path: Path) -> str | None:
@@ -177,8 +181,10 @@ def _damage(path: Path) -> str | None:
     try:
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()
+        if not broken:
+            _read(path)  # zipfile leaves headers aside that torch reads
     except Exception as error:  # zipfile raises nearly anything on damaged headers
-        return str(error) or type(error).__name__
+        return "".join(str(error).splitlines()[:1]) or type(error).__name__
     return f"checksum of {broken}" if broken else None
 
 

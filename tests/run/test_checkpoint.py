@@ -38,19 +38,21 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(tmp_path):
         checkpoint.newest(tmp_path)
 
 
-def test_no_damaged_bit_is_a_traceback(tmp_path):
-    """In headers zipfile takes it for encryption, for compression, or for names in another encoding."""
-    path = checkpoint.save(tmp_path, 1, {"weights": torch.zeros(4)}, **KEEP)
+def test_no_damaged_bit_is_a_traceback_or_goes_unseen(tmp_path):
+    """In headers zipfile takes it for encryption, for compression, or for names in another encoding; or only torch
+    reads it."""
+    path = checkpoint.save(tmp_path, 1, {"weights": torch.arange(4.0)}, **KEEP)
     whole = path.read_bytes()
-    for place in range(len(whole)):
+    for place in range(0, len(whole), 5):
         flipped = bytearray(whole)
         flipped[place] ^= 1 << place % 8
         path.write_bytes(flipped)
         try:
-            said = str(checkpoint.newest(tmp_path))
+            found, _ = checkpoint.newest(tmp_path)
         except ValueError as error:
-            said = str(error)
-        assert str(path) in said
+            assert str(path) in str(error)
+        else:
+            assert checkpoint.load(found)["weights"].tolist() == [0, 1, 2, 3]
 
 
 def test_a_crash_while_writing_leaves_the_old_file(tmp_path, monkeypatch):
