@@ -40,10 +40,11 @@ def _lines(path):
     """(path, reason, state) of each line that is whole."""
     lines = []
     with contextlib.suppress(OSError):
-        for text in path.read_text().splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError):
+        for text in path.read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
                 line = json.loads(text)
-                lines.append((line["path"], line["reason"], line["state"]))
+                if isinstance(line["path"], str) and isinstance(line["reason"], str):
+                    lines.append((line["path"], line["reason"], line["state"]))
     return lines
 
 

@@ -189,4 +189,5 @@ def _damage(path: Path) -> str | None:
 
 
 def _all(folder: Path) -> list[Path]:
-    return sorted(folder.glob("step-*.pt"))
+    """Not what a user has put beside them, a copy by another name."""
+    return sorted((path for path in folder.glob("step-*.pt") if path.stem[5:].isdecimal()), key=step_of)

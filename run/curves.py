@@ -73,7 +73,7 @@ def read(folder: Path) -> list[dict[str, float]]:
     for line in path.read_text(errors="replace").splitlines():
         try:
             record = json.loads(line, parse_int=float)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(record, dict):
             numbers = {name: v for name, v in record.items() if v is None or isinstance(v, float)}

@@ -71,11 +71,14 @@ def planned(config: RunConfig, loader: Loads, groups: int = 1) -> int:
     return max(1, round(config.epochs * loader.batches_per_epoch)) * groups
 
 
-def _put_back(training: Trains, state: dict[str, Any], config: RunConfig) -> None:
+def _put_back(training: Trains, report: Report, bad: dict[int, str], state: dict[str, Any], config: RunConfig) -> None:
     """ValueError for a state with other parts than the training has."""
     try:
         training.load_state_dict(state)
-    except (ValueError, KeyError, RuntimeError) as error:  # torch has no class of its own for it
+        report.load_state_dict(state["report"])
+        # Which files are not what they were is found anew each time: they may be back.
+        bad.update({sample: reason for sample, reason in state["bad"].items() if reason not in (CHANGED, GONE)})
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:  # torch has no class of its own
         if out_of_memory(error):
             raise
         said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]:.120}"
@@ -106,12 +109,7 @@ class Loop:
         )  # fmt: skip
         if state:
             with opening(config.PROGRAM):
-                _put_back(training, state, config)
-            self.report.load_state_dict(state["report"])
-            # Which files are not what they were is found anew each time: they may be back.
-            loader.bad.update(
-                {sample: reason for sample, reason in state["bad"].items() if reason not in (CHANGED, GONE)}
-            )
+                _put_back(training, self.report, loader.bad, state, config)
         self.saver = checkpoint.Saver(config.output / "checkpoints", last=config.keep_last, every=config.keep_every)
         self.say = self.report.say
         self.stop = StopRequest(ranks, self.say)

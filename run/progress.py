@@ -264,12 +264,12 @@ class Report:
         for line in self.path.read_text(errors="replace").splitlines():
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
-            if not isinstance(record, dict):
+            if not isinstance(record, dict) or type(record.get("step")) is not int:
                 continue
             last = step if "loss" in record else min(step, self.total - 1)  # the evaluation at the end is done anew
-            if record.get("step", math.inf) <= last:
+            if record["step"] <= last:
                 kept.append((line + "\n", record))
         write_atomically(self.path, "".join(line for line, _ in kept).encode())
         return [record for _, record in kept]

@@ -124,7 +124,7 @@ def open_output(config: RunConfig, index: Data, ranks: Ranks) -> Opened:
 
     newest, damaged = ranks.on_first(open_it)
     state = checkpoint.load(newest) if newest else None
-    if state is not None and (other := _other_run(describe(config, index), json.loads(state["run"]), config)):
+    if state is not None and (other := _other_run(describe(config, index), _run_of(newest, state), config)):
         raise ValueError(f"{newest} is of another run ({other}), copied there; expected its removal")
     return Opened(state, damaged)
 
@@ -134,7 +134,7 @@ def origin(config: RunConfig) -> dict[str, Any] | None:
     gone; None where no checkpoint of this program says it."""
     newest, _ = checkpoint.newest(config.output / "checkpoints")
     state = checkpoint.load(newest) if newest else {}
-    if "origin" not in state or json.loads(state["run"]).get("program") != config.PROGRAM:
+    if "origin" not in state or _run_of(newest, state).get("program") != config.PROGRAM:
         return None
     return json.loads(state["origin"])
 
@@ -201,6 +201,17 @@ def describe(config: RunConfig, index: Data) -> dict[str, Any]:
     }
 
 
+def _run_of(path: Path, state: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint says of its run; ValueError where it is another file's content."""
+    try:
+        run = json.loads(state["run"])
+        if state["step"] == checkpoint.step_of(path) and run["config"].keys() and run["data"].keys():
+            return run
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
+        pass
+    raise ValueError(f"{path} does not hold what a run saves after that step; expected its removal")
+
+
 def _changed(now: dict[str, Any], there: dict[str, Any], config: RunConfig) -> str:
     """The options that are not the same and may not differ, with both values."""
     return "; ".join(
@@ -224,7 +235,7 @@ def _check_same_run(path: Path, now: dict[str, Any], config: RunConfig, index: D
         stored = json.loads(path.read_text())
         there, data = dict(stored["config"]), dict(stored["data"])
         images = int(data["images"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         raise ValueError(
             f"{path} is not the config of a run; expected another --output, or the removal of the whole folder"
         ) from None

@@ -163,6 +163,6 @@ def test_known_files_are_known_until_they_change(data, tmp_path):
     assert known.read(path, index) == {3: "why", 5: "so", 7: "too"}
     (data / index.paths[5]).touch()
     (data / index.paths[7]).unlink()
-    with path.open("a") as file:
-        file.write('{"path": "torn')
+    with path.open("ab") as file:
+        file.write(b'\xff\n{"path": ["x"], "reason": "", "state": 1}\n{"path": "torn')
     assert known.read(path, index) == {3: "why"}

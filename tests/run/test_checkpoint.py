@@ -11,11 +11,12 @@ KEEP = {"last": 3, "every": 0}
 
 
 def test_what_is_saved_comes_back_and_old_ones_go(tmp_path):
+    (tmp_path / "step-best.pt").touch()  # a user's copy
     for step in (5, 10, 15, 20, 25, 1_000_000_000):
         state = {"step": step, "weights": torch.full((3,), step), "name": "a"}
         checkpoint.save(tmp_path, step, state, last=2, every=10)
-    steps = sorted(int(path.stem[5:]) for path in tmp_path.iterdir())
-    assert steps == [10, 20, 25, 1_000_000_000]
+    steps = sorted(path.stem[5:].lstrip("0") for path in tmp_path.iterdir())
+    assert steps == ["10", "1000000000", "20", "25", "best"]
     path, damaged = checkpoint.newest(tmp_path)
     state = checkpoint.load(path)
     assert state["step"] == 1_000_000_000 and torch.equal(state["weights"], torch.full((3,), 1_000_000_000))

@@ -115,7 +115,7 @@ def test_a_request_to_stop_while_files_are_waited_for_saves_too(tmp_path):
     assert waiting.asked_to_stop() is False, "afterwards"
 
 
-def test_a_checkpoint_of_another_version_is_one_line_and_stays(tmp_path, capsys):
+def test_a_checkpoint_of_another_version_is_one_line_and_stays(tmp_path, capsys, monkeypatch):
     class Other(Training):
         def load_state_dict(self, state):
             raise ValueError("loaded state dict has a different number of parameter groups\nmore")
@@ -125,6 +125,9 @@ def test_a_checkpoint_of_another_version_is_one_line_and_stays(tmp_path, capsys)
     assert run(tmp_path, training=Other()) == (2, [])
     (said,) = capsys.readouterr().err.splitlines()
     assert "do not fit this version of the program (ValueError: loaded state dict has" in said and "--output" in said
+    with monkeypatch.context() as patch:
+        patch.setattr(progress.Report, "load_state_dict", lambda self, state: state["another's"])
+        assert run(tmp_path)[0] == 2 and '(KeyError: "another\'s")' in capsys.readouterr().err
     assert [path.read_bytes() for path in sorted((tmp_path / "checkpoints").iterdir())] == kept
 
 

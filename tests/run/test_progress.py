@@ -176,7 +176,7 @@ def test_a_report_goes_on_where_it_was(tmp_path, clock):
             saved = {name: v.clone() if torch.is_tensor(v) else v for name, v in one.state_dict().items()}
     one.record({"step": 10, "top1": 3.0})
     with (parts / "metrics.jsonl").open("a") as file:
-        file.write('[1]\n{"step": 3, "lo')
+        file.write('[1]\n{"step": "3", "loss": 1}\n{"step": null}\n' + "[" * 100_000 + '\n{"step": 3, "lo')
     other = report(parts, start=6)
     assert [line["step"] for line in records(parts)] == [1, 4]
     other.load_state_dict(saved)

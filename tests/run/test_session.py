@@ -4,6 +4,7 @@ import json
 import os
 
 import pytest
+import torch
 
 from run import checkpoint
 from run.recipes import Config, RunConfig
@@ -60,6 +61,9 @@ def test_the_same_run_goes_on_and_no_other(tmp_path):
     ):  # fmt: skip
         save(tmp_path, 5, stored | change)  # copied in from somewhere else
         refused(f"step-00000005.pt is of another run ({said}", config)
+    for step, run in ((4, stored), (5, []), (5, {"config": 1})):
+        torch.save({"step": step, "run": json.dumps(run)}, tmp_path / "checkpoints" / "step-00000005.pt")
+        refused("step-00000005.pt does not hold what a run saves after that step; expected its removal", config)
     (tmp_path / "checkpoints" / "step-00000005.pt").unlink()
 
     before = (tmp_path / "config.json").read_bytes()
@@ -70,7 +74,8 @@ def test_the_same_run_goes_on_and_no_other(tmp_path):
     other.differing = lambda path, images: f"other data ({path.name}, {images} there); expected the same"
     refused("holds a run on other data (run.index, 40 there)", config, other)
     assert (tmp_path / "config.json").read_bytes() == before
-    for content in ("{", "[]", '{"config": {}, "data": {"images": "many"}}', '{"config": {}}'):
+    many = [json.dumps({"config": {}, "data": {"images": images}}) for images in ("many", float("inf"))]
+    for content in ("{", "[]", "[" * 100_000, *many, '{"config": {}}'):
         (tmp_path / "config.json").write_text(content)
         refused("is not the config of a run", config)
 
