@@ -149,6 +149,9 @@ class _Table:
             label = label or next((name for name in ("label", "cls") if name in schema.names), None)
             self.label = label or (_choose(path, schema, "label", named, "the labels") if named else None)
             self.label = self.label if self.label in fitting else None
+            for name in (self.image, self.label):
+                if schema.names.count(name) > 1:
+                    raise ValueError(f"{path}: two columns are named {printable(name)}; expected one")
             self.names = features[self.label]["names"] if self.label in named else None
             self.rows = about.num_rows
             chunks = (
@@ -236,12 +239,12 @@ def _choose(path, schema, wanted, candidates, what):
 
 
 def _is_label(kind):
-    """Whether a column of this type holds integers or text."""
+    """Whether a column of this type holds integers, truth values or text."""
     import pyarrow
 
     kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
     text = pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)
-    return text or pyarrow.types.is_integer(kind)
+    return text or pyarrow.types.is_integer(kind) or pyarrow.types.is_boolean(kind)
 
 
 @functools.lru_cache(1)  # files of one data set share the names of its classes
@@ -250,5 +253,5 @@ def _features(said):
     try:
         features = json.loads(said)["info"]["features"]
         return {name: about for name, about in features.items() if isinstance(about, dict)}
-    except (KeyError, ValueError, TypeError, AttributeError):
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError):
         return {}

@@ -118,10 +118,11 @@ REFUSED = [
         r"a.parquet: 2 columns may be the labels \(fine, coarse\); expected one, or one named label, or DATA#fine",
     ),
     ({"image": [b"x"] * 2, "label": [1, 2]}, {"label": ["a", "b"]}, r"label 2 in row 1; expected -1 to 1, as its"),
+    (pa.table([pa.array([b"x"])] * 2, ["image", "image"]), None, r"a.parquet: two columns are named image; expected o"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("columns, classes, message", REFUSED, ids=["no bytes", "images", "labels", "beyond"])
+@pytest.mark.parametrize("columns, classes, message", REFUSED, ids=["no bytes", "images", "labels", "beyond", "twice"])
 def test_what_is_not_clear_is_refused(tmp_path, columns, classes, message):
     write(tmp_path / "data/a.parquet", columns, classes)
     with pytest.raises(ValueError, match=message) as caught:
@@ -132,20 +133,27 @@ def test_what_is_not_clear_is_refused(tmp_path, columns, classes, message):
 def test_a_column_of_labels_is_chosen_behind_the_data(tmp_path):
     """Of a folder, a file and a pattern; what was unpacked for another one stays."""
     root, cache = tmp_path / "data", tmp_path / "cache"
-    columns = {"image": images([jpeg(0), jpeg(1)]), "fine": [0, 1], "coarse": [0, 0], "x": [0.5, 1.5]}
+    columns = {
+        "image": images([jpeg(0), jpeg(1)]),
+        "fine": [0, 1],
+        "coarse": [0, 0],
+        "x": [0.5, 1.5],
+        "y": [True, False],
+    }
     write(root / "a.parquet", columns, {"fine": ["ant", "bee"], "coarse": ["insect"]})
     for data, expected in (
         (f"{root}#fine", ["ant", "bee"]), (f"{root}/a.parquet#coarse", ["insect"] * 2),
+        (f"{root}#y", ["True", "False"]),
         (f"{root}/*.parquet#fine", ["ant", "bee"]),
     ):  # fmt: skip
         index = Index.scan(data, cache)
         assert [index.classes[label] for label in index.labels] == expected and index.root == root
-    assert len(list(cache.glob("parquet/*.tar"))) == 2
+    assert len(list(cache.glob("parquet/*.tar"))) == 3
     (tmp_path / "a#b").mkdir()
     (tmp_path / "a#b/0.jpg").write_bytes(jpeg())
     assert len(Index.scan(tmp_path / "a#b", cache)) == 1, "a name is a name"
     for data, said in (
-        (f"{root}#x", r"no column x of integers or text, .* expected one of fine, coarse"),
+        (f"{root}#x", r"no column x of integers or text, .* expected one of fine, coarse, y"),
         (f"{tmp_path}/a#b#c", "is not there; expected, around a #"),
         (f"{tmp_path}/gone#c", f"no folder {tmp_path}/gone: expected a folder"),
     ):  # fmt: skip
