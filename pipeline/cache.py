@@ -5,6 +5,7 @@ The folder holds ``SIGNATURE.index``, never overwritten, because a run may have 
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -106,6 +107,17 @@ def place(asked: Path | None, otherwise: Path | None) -> Path | None:
         file=sys.stderr,
     )
     return otherwise
+
+
+@contextlib.contextmanager
+def having_room(folder: Path | None) -> Iterator[None]:
+    """Where a disk is full, or a quota used up, within the block: an OSError that names this folder of indices."""
+    try:
+        yield
+    except OSError as error:
+        if folder is None or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise OSError(f"--index-cache {folder}: {error.strerror}; expected room there, or another folder") from None
 
 
 class Cache:

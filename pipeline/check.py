@@ -47,15 +47,19 @@ def main(arguments: list[str]) -> int:
     try:
         if options.processes < 0:
             raise ValueError(f"--processes {options.processes}: expected 1 or more")
+        if options.json and not os.access(options.json.absolute().parent, os.W_OK):  # it is written behind all else
+            raise ValueError(f"--json {options.json}: expected a file in a folder that can be written to")
+        if options.output:
+            (options.output / "index").mkdir(parents=True, exist_ok=True)
         folder = cache.place(options.index_cache, options.output / "index" if options.output else None)
         index = Index.scan(options.data, folder)
         found = check(index, processes)
         report = describe(index, found)
         if options.output:
             known.add(options.output / "index" / known.FILE, index, found.bad)
+        Screen().print(as_text(report), highlight=False, markup=False, soft_wrap=True)
         if options.json:
             options.json.write_text(json.dumps(report, indent=1) + "\n")
-        Screen().print(as_text(report), highlight=False, markup=False, soft_wrap=True)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"pipeline.check: {error}", file=sys.stderr)
         return 2

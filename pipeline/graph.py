@@ -21,6 +21,7 @@ import errno
 import io
 import math
 import os
+import tempfile
 
 import numpy as np
 from PIL import Image
@@ -165,7 +166,15 @@ def pipeline(source, views, *, image_size, batch_size, threads, device_id, files
             outputs.append(view.apply(image, arrays, side=image_size, gpu_form=gpu_form))
         return tuple(outputs)
 
-    return graph()
+    try:
+        return graph()
+    except TypeError as error:  # DALI translates what has an "if" into a file, and goes on as it is where it cannot
+        if "conditional" not in str(error):
+            raise
+        raise OSError(
+            f"DALI cannot write to {tempfile.gettempdir()}, the folder of temporary files; expected a few kB of room "
+            "there, or TMPDIR=FOLDER"
+        ) from None
 
 
 def _recolour(image, side, direct, centre, gpu_form):

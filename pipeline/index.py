@@ -218,7 +218,7 @@ class Index:
         Raises OSError if root cannot be listed, ValueError if it holds no usable image.
         """
         if progress is None:
-            with shown(str(root), "reading headers") as progress:
+            with shown(str(root), "reading headers") as progress, caches.having_room(cache):
                 return cls.scan(root, cache, trust=trust, progress=progress)
         root, cache = expanded(Path(root)), expanded(Path(cache)) if cache else None
         known = caches.Cache(cache, str(root)) if cache else None

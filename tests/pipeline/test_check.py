@@ -115,6 +115,8 @@ def test_wrong_input_is_one_line(tmp_path, capsys):
         assert main(arguments) == 2
         said = capsys.readouterr().err
         assert said.startswith("pipeline.check: ") and said.count("\n") == 1, said
+    assert main([str(tmp_path), "--json", str(tmp_path / "no/x.json")]) == 2
+    assert "--json" in capsys.readouterr().err, "not behind all the decoding"
     for arguments in ([""], ["x", "--output", ""]):  # of variables that are not set
         with pytest.raises(SystemExit) as ended:
             main(arguments)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision.transforms.v2.functional as F
+from conftest import run_program
 from PIL import Image, ImageOps
 
 from pipeline import graph
@@ -205,6 +206,21 @@ def test_a_decoder_that_does_not_start_is_no_fault_of_an_image(tmp_path, monkeyp
     monkeypatch.setattr(Pipeline, "build", build)
     with pytest.raises(RuntimeError, match="'#8'"):
         list(graph.probe([str(tmp_path / "good.jpg")], None))
+
+
+def test_a_full_folder_of_temporary_files_is_said():
+    """In a process of its own: DALI keeps in memory what it could, or could not, translate."""
+    done = run_program(
+        "-c",
+        "import tempfile\n"
+        "def full(*_, **__): raise OSError(28, 'No space left on device')\n"
+        "tempfile.NamedTemporaryFile = full\n"
+        "from pipeline import Augmentation, graph\n"
+        "how = {'image_size': 8, 'batch_size': 1, 'threads': 1, 'device_id': None}\n"
+        "graph.pipeline(iter([]), Augmentation().views(), **how)\n",
+        check=1,
+    )
+    assert "OSError: DALI cannot write to /" in done.stderr and "expected a few kB of room there" in done.stderr
 
 
 def test_files_are_read_by_names_of_any_kind(tmp_path):

@@ -314,6 +314,14 @@ def test_a_folder_for_indices_that_cannot_be_written_to_is_said(tmp_path, monkey
     said = capsys.readouterr().err
     assert said == f"--index-cache {tmp_path}/file/x: Not a directory; what the scan finds is kept in {tmp_path}/run\n"
 
+    def full(*_):
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    save(tmp_path / "data/0.png")
+    monkeypatch.setattr(cache.Results, "put", full)
+    with pytest.raises(OSError, match=rf"^--index-cache {tmp_path}/full: Disk quota exceeded; expected room there, or"):
+        Index.scan(tmp_path / "data", tmp_path / "full")
+
 
 def test_files_that_answer_late_are_asked_by_threads(tmp_path, monkeypatch):
     monkeypatch.setattr(headers, "_AT_ONCE", 2)
