@@ -109,7 +109,7 @@ STAGES = {
         Part("step_vit_s_1024", f"{STEP_S} 1024 --modes graph", 120, where="gpu"),
     ),
     6: (
-        Part("program_tests", "gpu_tests --files test_survival.py test_finetune.py test_detect.py", 170),
+        Part("program_tests", "gpu_tests --workers 3 --files test_survival.py test_finetune.py test_detect.py", 150),
         Part("kinds", "kinds", 75),
         Part("host", "host", 40),
         Part("step_vit_s_2048", f"{STEP_S} 2048 --modes graph", 120, where="gpu"),

@@ -14,7 +14,7 @@
 #   3  data_tests 70: the decoder's memory, loader, train.py; train 80: train.py end to end; pipeline 55        205 s
 #   4  products 60; sanitizer 90; counters 45; collectives 45                                                240 s
 #   5  variants_later 175: the other variants; step_vit_s_1024 65                                            240 s
-#   6  program_tests 60: fine-tuning, detection; kinds 50: kinds of JPEG; host 25; step_vit_s_2048 70           205 s
+#   6  program_tests 60: resuming, fine-tuning, detection; kinds 50: kinds of JPEG; host 25; step_vit_s_2048 70 205 s
 #
 # 3 and 6 need DALI and tyro (program_tests pycocotools too), the others torch, triton, timm, rich and pytest. IMAGES is
 # a folder of images for the input path (default: generated ones; batches of 512), PYTHON the interpreter (default:

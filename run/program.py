@@ -78,7 +78,7 @@ def run(
             said = textwrap.shorten("".join(str(error).strip().splitlines()[:1]), 160, placeholder=" ...")
             sys.exit(f"{program}: out of memory ({said}); a smaller {smaller} takes less, and {goes_on}")
         # torch has no class of its own for what the end of another rank does to a collective of gloo.
-        if not (isinstance(error, distributed.DistBackendError) or "/gloo/" in str(error)):
+        if not (isinstance(error, distributed.DistError) or "/gloo/" in str(error)):
             raise
         said = str(error).splitlines()[0].split("] ", 1)[-1]
         sys.exit(f"{program}: most likely another rank has ended ({said:.80}); {goes_on}")

@@ -244,10 +244,13 @@ class Report:
             self.bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def state_dict(self) -> dict:
-        return {"sums": self.ranks.mean(self.sums.clone()), "skipped": self.skipped.clone()}
+        """What the next line depends on, with the sums of each rank: [ranks, figures + 1]. For all ranks."""
+        return {"sums": torch.stack(self.ranks.all(self.sums)), "skipped": self.skipped.clone()}
 
     def load_state_dict(self, state: dict) -> None:
-        self.sums.copy_(state["sums"])
+        """Each rank gets its own sums again, or, where there were more or fewer, their mean."""
+        sums = torch.atleast_2d(state["sums"])  # in older checkpoints the mean alone
+        self.sums.copy_(sums[self.ranks.rank] if len(sums) == self.ranks.count else sums.mean(0))
         self.skipped.copy_(state["skipped"])
 
     def _show(self, record: dict) -> None:

@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from torch.distributed import DistNetworkError
 
 from pipeline import TooManyBadFiles
 from pipeline.shown import Screen
@@ -23,6 +24,7 @@ ENDS = [
     (RuntimeError("DefaultCPUAllocator: can't allocate memory " + 30 * "12345 "), f"a.py: {FULL} ...); a smaller"),
     (RuntimeError("batch 7 fails: Can't allocate 9 bytes on device 0."), "a.py: out of memory (batch 7 fails: Can't"),
     (OSError(errno.ENOENT, "None there"), "a.py: [Errno 2] None there; what was saved before is intact"),
+    (DistNetworkError("Failed to recv, got 0 bytes\nC++"), "a.py: most likely another rank has ended (Failed to recv"),
     (RuntimeError("[/gloo/pair.cc] Closed [::1] x\ny"), "a.py: most likely another rank has ended (Closed [::1] x); "),
 ]
 

@@ -193,6 +193,21 @@ def test_a_report_goes_on_where_it_was(tmp_path, clock):
     assert [line.get("top1") for line in records(parts)] == [None, None, None, None, 2.0]
 
 
+def test_each_rank_goes_on_with_its_own_sums(tmp_path):
+    """A mean in their place would be rounded, and the next line another."""
+    ranks = [report(tmp_path) for _ in range(2)]
+    for rank, one in enumerate(ranks):
+        one.sums += rank + 0.1
+        every = [of.sums for of in ranks]
+        one.ranks = SimpleNamespace(rank=rank, count=2, all=lambda _, every=every: every)
+    saved, alone = ranks[0].state_dict(), report(tmp_path)
+    for one in (*ranks, alone):
+        one.sums.zero_()
+        one.load_state_dict(saved)
+    assert [one.sums[0].item() for one in (*ranks, alone)] == pytest.approx([0.1, 1.1, 0.6])
+    assert torch.equal(torch.stack([one.sums for one in ranks]), saved["sums"])
+
+
 def test_what_is_not_finite_is_recorded_as_nothing(tmp_path):
     one = report(tmp_path)
     one.record({"step": 1, "loss": math.nan, "epoch": 2, "other": -math.inf, "name": "a"})
