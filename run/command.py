@@ -66,7 +66,7 @@ def parse(
     chosen = {}
     if isinstance(recipes, dict):
         recipe = named.recipe or given.get("recipe", "toy")
-        if recipe not in recipes:
+        if recipe not in list(recipes):  # of a file it may be anything
             raise ValueError(f"--recipe {recipe}: expected one of {', '.join(recipes)}")
         default, chosen = recipes[recipe], {"recipe": recipe}
     if given:

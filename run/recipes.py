@@ -267,7 +267,7 @@ class Config(ImagesConfig):
         check(0 <= self.clip_momentum < 1, self, "clip_momentum", "0 up to, not including, 1")
         check(not self.redeal or self.window > 1, self, "redeal", "a --window of 2 or more beside it")
         check(self.ema is None or 0 <= self.ema <= 1, self, "ema", "a coefficient from 0 to 1, or None")
-        check(not (self.fsdp and self.compress_gradients), self, "compress_gradients", "not with --fsdp")
+        check(not (self.fsdp and self.compress_gradients), self, "compress_gradients", "no --fsdp beside it")
         std, mean = self.std or (1.0,), self.mean or (0.0,)
         check(min(std) > 0 and max(std) < math.inf, self, "std", "three numbers above 0")
         check(all(map(math.isfinite, mean)), self, "mean", "three numbers")

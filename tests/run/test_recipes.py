@@ -211,7 +211,7 @@ def test_options_that_exclude_or_need_each_other():
     for options in ({"fsdp": True}, {"compress_gradients": True}, {"data": Path("a"), "eval_data": Path("b")}):
         Config(**options)
     for options, said in (
-        ({"fsdp": True, "compress_gradients": True}, "not with"),
+        ({"fsdp": True, "compress_gradients": True}, "no --fsdp beside it"),
         ({"eval_data": Path("b")}, "--data"),
     ):
         with pytest.raises(ValueError, match=said):
