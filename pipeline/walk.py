@@ -34,6 +34,7 @@ _TIMES = {"size": ("i8", 48), "seconds": ("i8", 88), "nanoseconds": ("i8", 96)}
 _STAT_X86, _STAT = _layout(144, mode=("u4", 24), **_TIMES), _layout(144, mode=("u4", 16), **_TIMES)
 _STATX = _layout(256, mode=("u2", 28), size=("i8", 40), seconds=("i8", 112), nanoseconds=("u4", 120))
 _MASK = 0x241  # of statx: type, time of change, size
+_RUN = b"checkpoints", b"config.json", b"metrics.jsonl"  # what the folder of a run holds; its curves are no image
 _AT_ONCE = 1024  # files, after which it is seen whether threads pay
 
 
@@ -47,7 +48,8 @@ class Found:
 
 
 def walk(root: str, wanted: Callable[[str], bool]) -> Found:
-    """All visible files below ``root``; links are followed. A broken one is unreadable if its path is ``wanted``.
+    """All visible files below ``root``, but for the folders of runs; links are followed. A broken one is unreadable if
+    its path is ``wanted``.
 
     OSError if root itself cannot be listed, or something below it for a reason that may pass. Folders, and pieces of
     large ones, are looked at by threads where that mostly waits, as on network file systems: the time of a round trip
@@ -138,7 +140,7 @@ def _call():
 def _folder(top, folder, above, wanted):
     """What lies in one folder: (its ancestors and itself, [(paths in one piece, stamps, path of the folder behind them
     or None)], names of folders with a "/", {path: reason}); the OSError where it cannot be listed, None where a link
-    leads into a folder that contains it."""
+    leads into a folder that contains it, and for the folder of a run."""
     path = os.path.join(top, folder)
     try:
         status = os.stat(path)
@@ -152,6 +154,8 @@ def _folder(top, folder, above, wanted):
     try:
         names.sort()
         del names[bisect.bisect_left(names, b".") : bisect.bisect_left(names, b"/")]  # hidden
+        if folder and all(names[(i := bisect.bisect_left(names, part)) : i + 1] == [part] for part in _RUN):
+            return None
         kinds, stamps = statuses(descriptor, names)
     finally:
         os.close(descriptor)

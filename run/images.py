@@ -35,12 +35,8 @@ def open_data(
         if training is None:
             training, evaluation = make_toy(TOY)
         for option, folder in (("--data", training), ("--eval-data", evaluation)):
-            inside = config.output.resolve()
-            if folder is not None and folder.is_dir() and folder.resolve() in (inside, *inside.parents):
-                raise ValueError(
-                    f"--output {config.output} is the folder of {option}, or lies in it; expected one elsewhere: a run "
-                    "leaves pictures, which would be images of the data when it goes on"
-                )
+            if folder is not None and folder.is_dir() and folder.resolve() == config.output.resolve():
+                raise ValueError(f"--output {config.output} is the folder of {option}; expected one of its own")
         cache = caches.place(config.index_cache, None if config.dry_run else config.output / "index")
         index, bad = _scan(config, ranks, "train", training, cache), {}
         going_on = config.resume == "changed" and (config.output / "config.json").exists()

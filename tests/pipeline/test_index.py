@@ -37,6 +37,10 @@ def test_class_folders(tmp_path):
         save(root / name, format="JPEG")
     fill(root / "README.md", b"about")
     fill(root / "dog/annotation.json", b"{}")
+    save(root / "dog/run/curves.png", format="PNG")  # of a run, as the next two say
+    fill(root / "dog/run/metrics.jsonl", b"{}")
+    fill(root / "dog/run/config.json", b"{}")
+    save(root / "dog/run/checkpoints/a.jpg")
     save(tmp_path / "elsewhere/linked.jpg")
     (root / "ant").symlink_to(tmp_path / "elsewhere")
     (root / "dog/loop").symlink_to(root)
