@@ -1,9 +1,9 @@
 """Keeps the decoder's own lines out of stderr: the program itself names every file that it leaves out.
 
 nvImageCodec writes a coloured line for each attempt at a damaged file, by ``std::cerr``, from threads of its own (whose
-lines may be mixed), libjpeg and libpng plain ones; there is no switch for that, and DALI passes none on. So file
-descriptor 2 becomes a pipe to a small process that hands on all other lines, also those that a dying process leaves in
-it. Python's own stderr goes where it went.
+lines may be mixed), libjpeg, libpng and libtiff plain ones; there is no switch for that, and DALI passes none on. So
+file descriptor 2 becomes a pipe to a small process that hands on all other lines, also those that a dying process
+leaves in it. Python's own stderr goes where it went.
 """
 
 import os
@@ -17,7 +17,10 @@ import re, sys
 its = re.compile(
     rb"\x1b\[[\d;]*m.*\[(WARNING|ERROR)\] |\[(WARNING|ERROR)\] .*\x1b\[[\d;]*m"
     rb"|\[\w+_decoder\] |Could not decode \w+ code"
-    rb"|^(Corrupt JPEG data: |libpng (warning|error): |Unsupported marker type|Premature end of JPEG)"
+    rb"|^(libpng (warning|error): |_?(TIFF|ZIP|LZW|PackBits|ZSTD)\w*: |: Using code not yet in table)"
+    rb"|^(Corrupt JPEG data: |Unsupported (marker type|JPEG )|Premature end of |Input file read error|Bogus |DCT )"
+    rb"|^(Invalid (component ID|SOS parameters|JPEG |progressive )|(Huffman|Quantization) table 0x|Missing Huffman )"
+    rb"|^(Inconsistent progression|Warning: unknown JFIF|Unknown Adobe|Too many color|Didn't expect more|Sampling fact)"
 )
 for line in sys.stdin.buffer:
     if not its.search(line):

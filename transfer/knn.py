@@ -4,6 +4,7 @@ The work is divided among the ranks of a run: each embeds every so many-th batch
 keeps its part of the bank. Queries go round in pieces, the nearest of each rank's part come back.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from kernels import gather_patches
 from model import encode
 from pipeline import Index, evaluation_batches
+from pipeline.headers import printable
 from pipeline.waiting import Stopped
 from run.program import out_of_memory
 from run.ranks import Ranks
@@ -34,11 +36,15 @@ def subset(index: Index, size: int) -> np.ndarray:
     return labelled[np.linspace(0, len(labelled) - 1, min(size, len(labelled))).round().astype(np.int64)]
 
 
-def features(encoders: Sequence, index: Index, samples: np.ndarray, **how) -> tuple[list[Tensor], Tensor]:
+def features(
+    encoders: Sequence, index: Index, samples: np.ndarray, *, bad: dict[int, str] | None = None, **how
+) -> tuple[list[Tensor], Tensor]:
     """``embed`` without the numbers; ValueError if none of the images can be decoded."""
-    found, labels, _ = embed(encoders, index, samples, **how)
+    bad = {} if bad is None else bad
+    found, labels, _ = embed(encoders, index, samples, bad=bad, **how)
     if not len(labels):
-        raise ValueError(f"no image in {index.root} decodes, of {len(samples):,}")
+        first = "".join(f": {printable(index.file(i))}: {reason}" for i, reason in itertools.islice(bad.items(), 1))
+        raise ValueError(f"no image in {index.root} decodes, of {len(samples):,}{first}")
     return found, labels
 
 

@@ -17,6 +17,7 @@ with quiet.decoder():
     os.write(2, b"\x1b[1;33m[WARNING] \x1b[0m[nvimgcodec] slow\n[ERROR] of a library\n\x1b[0;31mred\x1b[0m\n")
     os.write(2, b"\x1b[0;31m\x1b[0;31m[ERROR] \x1b[0m[libjpeg_turbo_decoder] No\n[ERROR] \x1b[0;31m\x1b[0m[lib] x\n")
     os.write(2, b"Corrupt JPEG data: premature end of data segment\nUnsupported marker type 0xaa\nlibpng error: bad\n")
+    os.write(2, b"Input file read error\nBogus DQT index 9\nTIFFFillStrip: Read error\n: Using code not yet in table\n")
     print("of Python", file=sys.stderr)
     subprocess.run(["sh", "-c", "echo of a child >&2"])
     END
