@@ -19,6 +19,7 @@ Sharded networks (FSDP2) are saved whole, in the same form, so any number of ran
 torch.distributed.checkpoint keeps its metadata as a pickle, which is not read from users' files here.)
 """
 
+import errno
 import json
 import zipfile
 from collections.abc import Callable
@@ -32,6 +33,9 @@ from torch.utils._pytree import tree_map_only
 
 from model.export import weights
 from pipeline.cache import replacing
+from pipeline.headers import MAY_PASS
+
+UNREAD = MAY_PASS | {errno.EACCES, errno.EPERM}  # errors that say nothing of what a file holds
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -149,7 +153,7 @@ def step_of(path: Path) -> int:
 def newest(folder: Path) -> tuple[Path | None, list[str]]:
     """The whole checkpoint of the highest step, and a line on each newer one that is damaged.
 
-    ValueError if there are checkpoints, all of them damaged.
+    ValueError if there are checkpoints, all of them damaged; OSError for one that cannot be read, which may be whole.
     """
     damaged = []
     for path in reversed(_all(folder)):
@@ -184,6 +188,11 @@ def _damage(path: Path) -> str | None:
         if not broken:
             _read(path)  # zipfile leaves headers aside that torch reads
     except Exception as error:  # zipfile raises nearly anything on damaged headers
+        if isinstance(error, OSError) and error.errno in UNREAD:
+            said = (
+                f"{path} cannot be read ({error.strerror}); expected that it can, or its removal to continue from the"
+            )
+            raise OSError(f"{said} one before") from None
         return "".join(str(error).splitlines()[:1]) or type(error).__name__
     return f"checksum of {broken}" if broken else None
 

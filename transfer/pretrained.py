@@ -237,6 +237,7 @@ def _json(path: Path) -> dict[str, Any]:
 def _weights(path: Path) -> dict[str, Tensor]:
     """The state dict in a file; nested ones and the prefixes of wrappers as timm knows them."""
     try:
+        path.open("rb").close()  # what may not be read safetensors takes for absent
         state = timm.models.load_state_dict(str(path), weights_only=True)
     except OSError:
         raise

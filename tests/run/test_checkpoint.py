@@ -23,8 +23,8 @@ def test_what_is_saved_comes_back_and_old_ones_go(tmp_path):
     assert not damaged and checkpoint.newest(tmp_path / "nothing") == (None, [])
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_used(tmp_path):
-    """One bit of the weights, and a torn file."""
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(tmp_path, monkeypatch):
+    """One bit of the weights, and a torn file; not one that may be whole."""
     first, flipped, torn = (checkpoint.save(tmp_path, i, {"weights": torch.randn(10_000)}, **KEEP) for i in range(3))
     data = bytearray(flipped.read_bytes())
     data[20_000] ^= 1
@@ -34,6 +34,13 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(tmp_path):
     assert sorted(tmp_path.iterdir()) == saved  # what is saved stays, whatever is left of later steps
     path, damaged = checkpoint.newest(tmp_path)
     assert path == first and [line.split(" is damaged")[0] for line in damaged] == [str(torn), str(flipped)]
+
+    def refuse(path):
+        raise OSError(errno.EACCES, "Permission denied", path)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=rf"^{torn} cannot be read \(Permission denied\)"):
+        patch.setattr("zipfile.ZipFile", refuse)
+        checkpoint.newest(tmp_path)
     first.write_bytes(b"")
     with pytest.raises(ValueError, match="no other is left"):
         checkpoint.newest(tmp_path)
