@@ -148,11 +148,11 @@ def encode(vit: VisionTransformer, patches: Tensor, index: Tensor) -> Tensor:
     projection = vit.patch_embed.proj
     tokens = vit.patch_embed.norm(F.linear(patches, projection.weight.flatten(1), projection.bias))
     prefix = vit.pos_embed.shape[1] - vit.patch_embed.num_patches  # class and register tokens that have positions
-    # Under autocast the sum of all blocks stays in half precision, which halves its traffic: float32 positions would
-    # make it float32.
     positions = vit.pos_embed[0, prefix:]
     # Learned ones on a GPU by a product: the gradient of an embedding is summed by atomics, in any order.
     rows = rows_by_product if positions.requires_grad and positions.device.type != "cpu" else F.embedding
+    # Under autocast the sum of all blocks stays in half precision, which halves its traffic: float32 positions would
+    # make it float32.
     tokens = tokens + rows(index, positions).to(tokens.dtype)
     extra = [token for token in (vit.cls_token, vit.reg_token) if token is not None]
     if extra:

@@ -189,10 +189,8 @@ def _damage(path: Path) -> str | None:
             _read(path)  # zipfile leaves headers aside that torch reads
     except Exception as error:  # zipfile raises nearly anything on damaged headers
         if isinstance(error, OSError) and error.errno in UNREAD:
-            said = (
-                f"{path} cannot be read ({error.strerror}); expected that it can, or its removal to continue from the"
-            )
-            raise OSError(f"{said} one before") from None
+            what = f"{path} cannot be read ({error.strerror})"
+            raise OSError(f"{what}; expected that it can, or its removal to continue from the one before") from None
         return "".join(str(error).splitlines()[:1]) or type(error).__name__
     return f"checksum of {broken}" if broken else None
 
