@@ -47,6 +47,7 @@ _MAX_LABEL = 1 << 20  # bytes of a .cls or .json
 _AT_ONCE = 64  # files, after which it is seen whether threads pay
 _PASSING = {os.strerror(number) for number in MAY_PASS}
 _NOT_HAD = "not to be had"  # of an object
+MISSING = f"{_NOT_HAD}: {objects.GONE}"
 _REFUSED = {os.strerror(errno.EACCES), os.strerror(errno.EPERM), _NOT_HAD}
 WHOLE = "/", objects.SCHEME  # what a path begins with that is not relative
 # Bytes of an object that are asked for at first, as EXIF has a picture of some 10,000; then as many, and ever more, up

@@ -223,6 +223,8 @@ class Index:
         root, cache = expanded(Path(root)), expanded(Path(cache)) if cache else None
         known = caches.Cache(cache, str(root)) if cache else None
         if trust and known and (last := known.last()) and (index := cls.kept(known.file(last[0]), Path(last[1]))):
+            if len(remote := index.paths.beginning(objects.SCHEME)):
+                objects.ready([index.paths[i] for i in objects.some(remote)])
             return _readable(index)
         source = waiting.patiently(lambda: sources.find(root, cache, progress), str(root))
         if known is None:

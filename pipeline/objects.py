@@ -7,6 +7,7 @@ import functools
 import os
 import re
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -35,26 +36,41 @@ _BUCKET = re.compile(r"[\w.-]+", re.ASCII)
 _OTHER_KEY = re.compile(r"(^|/)\.{0,2}(/|$)|[\0-\x1f\x7f\ud800-\udfff]")  # what obstore refuses, or would change
 _ODD = "an empty, . or .. part, or a control character"
 _NO_PATH = re.compile(r'invalid path: .*?Path "(.*?)"(?: contained|: )', re.DOTALL)
-_ELSEWHERE = "the bucket is in another region; expected AWS_REGION to name it"
 _FROM = "External AWS credential provider: "  # what follows is said by boto3
+_ELSEWHERE = "the bucket is in another region; expected AWS_REGION to name it"
+_WRONG = {  # where no waiting helps
+    "without LOCATION": _ELSEWHERE,
+    "Name or service not known": "there is no such host; expected AWS_ENDPOINT_URL, or AWS_REGION, of a store",
+    "InvalidCertificate": "its certificate is not trusted; expected SSL_CERT_FILE to name that of who signed it",
+    "InvalidContentType": "it does not speak TLS; expected http:// in AWS_ENDPOINT_URL",
+}
 _WAYS = {
     "kind: Connect": "cannot connect",
     "kind: Timeout": f"no answer in {WAIT} s",
-    "without LOCATION": _ELSEWHERE,
     "kind: Interrupted": "the answer breaks off",
     "kind: Decode": "the answer breaks off",
     "kind: Request": "the connection breaks off",
 }
+# Statuses that may pass, unlike 501 of a server that is no store; and 416, which an empty object gives.
+_PASSES = re.compile("408|416|429|5(?!01)")
+_TRIED = 5  # objects that are asked for at a start, unless the first one comes
 _lock = threading.Lock()
 
 
-def ready() -> None:
+def ready(uris: Sequence[str] = ()) -> None:
     """ValueError where what reads objects is not installed, credentials are asked for that are not there, or the store
-    has an address that is none, of which obstore would die."""
+    has an address that is none, of which obstore would die; OSError, in one line, where the store refuses a few of
+    ``uris`` for reasons that no waiting changes. It is called at a start."""
     _credentials()
     where = os.environ.get("AWS_ENDPOINT_URL", "http://host")
     if not re.match("https?://[^/]", where):
         raise ValueError(f"AWS_ENDPOINT_URL {where!r}: expected http://HOST or https://HOST, or that it is not set")
+    _answers(lambda store, key: store.get_range(key, start=0, length=1), some(uris), folder=False)
+
+
+def some(things: Sequence) -> Sequence:
+    """A few of many, from first to last."""
+    return things[:: -(-len(things) // _TRIED) or 1]
 
 
 def parsed(uri: str, *, folder: bool = False) -> tuple[str, str]:
@@ -115,9 +131,9 @@ def listed(uri: str) -> list[tuple[str, int, int]]:
         pages = store.list(folder or None, chunk_size=1000)
         return [(one["path"], *_stamp(one)) for page in pages for one in page]
 
-    bucket, folder = parsed(uri, folder=True)
+    _answers(lambda store, folder: next(iter(store.list(folder or None)), None), [uri], folder=True)
     try:
-        return _asked(request, bucket, folder)
+        return _asked(request, *parsed(uri, folder=True))
     except OSError as error:
         if error.errno == errno.EINVAL:
             raise ValueError(f"{uri}: {error.strerror}; expected another folder, or a list of the images") from None
@@ -129,22 +145,39 @@ def _stamp(meta):
     return [meta["size"], int(meta["last_modified"].timestamp() * 1e3) * 10**6]
 
 
-def _asked(request, bucket, key):
+def _answers(request, uris, folder):
+    """OSError, in one line, where the request is refused for all of ``uris`` and no waiting helps."""
+    refused = []
+    for uri in uris:
+        try:
+            _asked(request, *parsed(uri, folder=folder), start=True)
+        except OSError as error:
+            if error.errno == errno.EACCES:
+                refused.append(error.strerror)
+                continue
+        return
+    if refused:
+        hint = "" if "expected" in refused[0] else "; expected credentials, AWS_REGION and AWS_ENDPOINT_URL that fit it"
+        raise OSError(f"{uris[0]} cannot be read: {refused[0]}{hint}")
+
+
+def _asked(request, bucket, key, *, start=False):
     """What a request for a key gives.
 
     OSError if it cannot be had. ENOENT: the store says that it is not there. EACCES (see ``graph.UNCLEAR``): there is
     no such bucket, or it is in another region, or access is forbidden, which is also the answer for a missing object
-    to those who may not list the bucket. EREMOTEIO: all that may pass.
+    to those who may not list the bucket. EREMOTEIO: all that may pass, also because somebody mends it; at a ``start``,
+    where nothing is asked for again, the latter is EACCES.
     """
     with _lock:
-        store = _store(bucket)
+        store = _store(bucket, 0 if start else RETRIES)
     try:
         if threading.current_thread() is not threading.main_thread():
             return request(store, key)
         with Threads(1) as aside:  # until obstore has an answer, no signal is heard where it is called
             return aside.submit(request, store, key).result()
     except (FileNotFoundError, _client().exceptions.BaseError) as error:
-        raise _said(error) from None
+        raise _said(error, start) from None
 
 
 @functools.cache
@@ -176,16 +209,16 @@ def _credentials():
 
 
 @functools.cache
-def _store(bucket):
+def _store(bucket, retries):
     seconds = {"read_timeout": WAIT, "timeout": _LONGEST, "connect_timeout": _CONNECT}
     options = {name: datetime.timedelta(seconds=value) for name, value in seconds.items()}
-    again = {"max_retries": RETRIES, "retry_timeout": datetime.timedelta(seconds=WAIT)}
+    again = {"max_retries": retries, "retry_timeout": datetime.timedelta(seconds=WAIT)}
     who = {"credential_provider": _credentials()} if _credentials() else {"skip_signature": True}
     return _client().store.S3Store(bucket, client_options=options | {"allow_http": True}, retry_config=again, **who)
 
 
-def _said(error):
-    """The OSError for an error of obstore."""
+def _said(error, start):
+    """The OSError for an error of obstore, by its text: its type is the same for nearly all that can be wrong."""
     text = str(error)
     status, code, message = (found[1] if (found := pattern.search(text)) else "" for pattern in _ANSWER)
     if odd := _NO_PATH.search(text):  # of which obstore says nothing more, not even what was listed before it
@@ -193,9 +226,12 @@ def _said(error):
     if code == "NoSuchKey":
         return OSError(errno.ENOENT, GONE)
     if status:
-        said = ": ".join(filter(None, (status, code, message)))
+        said = ": ".join(filter(None, (status, code, message.rstrip("."))))
+        lasts = not _PASSES.match(status) and code != "RequestTimeout"
     else:
-        said = next((way for mark, way in _WAYS.items() if mark in text), text.splitlines()[0].rpartition(_FROM)[2])
+        said = next((way for mark, way in (_WRONG | _WAYS).items() if mark in text), None)
+        said = said or text.splitlines()[0].rpartition(_FROM)[2]
+        lasts = said in _WRONG.values()
     elsewhere = said is _ELSEWHERE or code == "AuthorizationHeaderMalformed"  # the latter names the region
-    refused = elsewhere or status[:3] in ("401", "403", "404") or _FROM in text
+    refused = elsewhere or status[:3] in ("401", "403", "404") or _FROM in text or (start and lasts)
     return OSError(errno.EACCES if refused else errno.EREMOTEIO, said)

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from pipeline import objects
-from pipeline.headers import UNPACK, checked, counted, named_as_image, printable
+from pipeline.headers import MISSING, UNPACK, checked, counted, named_as_image, printable
 from pipeline.paths import URI, Paths, expanded
 from pipeline.shards import Shards, Unpacked, natural, stated
 from pipeline.walk import Found, statuses, walk
@@ -153,7 +153,7 @@ class Bucket(Folder):
 
     def rows(self, read):
         for path, label, result, place in super().rows(read):
-            if isinstance(result, str) and result.endswith(objects.GONE):
+            if result == MISSING:
                 result += ", though it is listed (a key that begins or ends with / has to be renamed)"
             yield path, label, result, place
 
@@ -249,8 +249,8 @@ class TextList:
                 parsed = stated(self.root, *parsed[:2])
             if parsed and not (comment and parsed[3] is None):
                 self.lines.append(parsed)
-        if any(path.startswith(objects.SCHEME) for path, *_ in self.lines):
-            objects.ready()
+        if remote := [path for path, *_ in self.lines if path.startswith(objects.SCHEME)]:
+            objects.ready(remote)
         self._look([line for line in self.lines if line[3] == _LATER])
         if not self.lines:
             raise ValueError(f"{path} names no image; expected {_LINES}")

@@ -14,7 +14,6 @@ from .ranks import Ranks
 from .recipes import ImagesConfig
 from .session import CHANGED, GONE, INFLIGHT, KEPT, check_batch, check_folder, check_share, lock, named
 
-_TRIED = 5  # objects that are read to see what one takes
 # The generated dataset: drawn once, then shared by all runs of a checkout.
 TOY = Path(__file__).resolve().parent.parent / "runs" / "toy-data"
 
@@ -135,7 +134,7 @@ def remote_rate(index: Index) -> str:
     """What reading from an object store takes, in a line for the screen; "" where none is read from."""
     remote, seconds = index.paths.beginning(objects.SCHEME), []
     with contextlib.suppress(OSError):  # what cannot be read is waited for later
-        for i in remote[:: -(-len(remote) // _TRIED) or 1].tolist():
+        for i in objects.some(remote):
             start = time.perf_counter()
             objects.get(index.paths[i])
             seconds.append(time.perf_counter() - start)

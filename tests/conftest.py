@@ -68,7 +68,8 @@ class Bucket:
     """
 
     def __init__(self):
-        names = {301: "PermanentRedirect", 400: "ExpiredToken", 403: "AccessDenied", 404: "NoSuchKey", 503: "SlowDown"}
+        names = {301: "PermanentRedirect", 400: "ExpiredToken", 403: "AccessDenied", 404: "NoSuchKey"}
+        names |= {429: "TooManyRequests", 501: "NotImplemented", 503: "SlowDown"}
         self.files, self.answers, self.asked, self.port = {}, {}, [], 0
         bucket = self
 

@@ -28,7 +28,7 @@ def labelled(index):
     return {p: (n, *size) for p, n, size in zip(index.paths, names, index.sizes.tolist(), strict=True)}
 
 
-def test_s3_uris_are_taken_with_their_sizes(tmp_path):
+def test_s3_uris_are_taken_with_their_sizes(bucket, tmp_path):
     (tmp_path / "a.jpg").write_bytes(encoded())
     (tmp_path / "list.txt").write_text("s3://bucket/my key.jpg\tdog\t300\t400\na.jpg cat\ns3://bucket/b.jpg\t\t5\t6\n")
     index = Index.scan(tmp_path / "list.txt")
@@ -63,7 +63,8 @@ def test_s3_uris_are_read_by_one_request_each(bucket, tmp_path):
 
 
 def test_sizes_that_no_line_has_are_read_by_one_request_each(bucket, tmp_path):
-    """Or two, where a colour profile stands before the size. What cannot be had is asked for at the next start."""
+    """Or two, where a colour profile stands before the size. What cannot be had is asked for at the next start, and at
+    each start the first, to see whether it can be."""
     bucket.files |= {f"/b/{i}": encoded(i, 30 + i) for i in range(4)} | {"/b/a%20b.jpg": encoded(), "/b/0.jpg": b""}
     bucket.files["/b/t"] = encoded(5, 90, 100, icc_profile=bytes(40_000))
     bucket.answers = {"/b/2": 403}
@@ -84,13 +85,13 @@ def test_sizes_that_no_line_has_are_read_by_one_request_each(bucket, tmp_path):
         "s3://b/3": (None, 33, 50), "s3://b/t": (None, 90, 100),
     }  # fmt: skip
     assert labelled(index) == found and sorted(path for _, path in bucket.asked) == sorted(
-        ["/b/0", "/b/0.jpg", "/b/1", "/b/2", "/b/3", "/b/a%20b.jpg", "/b/n", "/b/t", "/b/t"]
+        ["/b/0", "/b/0", "/b/0.jpg", "/b/1", "/b/2", "/b/3", "/b/a%20b.jpg", "/b/n", "/b/t", "/b/t"]
     )
     gone = {"s3://b/0.jpg": "empty file", "s3://b/n": "not to be had: no such object"}
     assert index.rejected == gone | {"s3://b/2": "not to be had: 403 Forbidden: AccessDenied: text"}
     bucket.asked.clear()
     assert Index.scan(tmp_path / "list.txt", tmp_path / "cache").fingerprint == index.fingerprint
-    assert sorted(bucket.asked) == [("GET", "/b/2"), ("GET", "/b/n")]
+    assert sorted(bucket.asked) == [("GET", "/b/0"), ("GET", "/b/2"), ("GET", "/b/n")]
     bucket.answers.clear(), bucket.asked.clear()
     index = Index.scan(tmp_path / "list.txt", tmp_path / "cache")
     assert bucket.asked.count(("GET", "/b/2")) == 2, "whether it can be had now, and as all are that were read with it"
@@ -118,7 +119,7 @@ def test_a_bad_object_that_is_replaced_is_tried_again(bucket, tmp_path):
     assert known.read(tmp_path / known.FILE, index) == {0: "bad"}
 
 
-@pytest.mark.parametrize("answer", [400, 503, "nothing", "part"])
+@pytest.mark.parametrize("answer", [429, 503, "nothing", "part"])
 def test_a_scan_waits_for_a_store_that_fails(bucket, tmp_path, monkeypatch, capfd, answer):
     bucket.files["/b/0.jpg"] = encoded()
     bucket.answers["GET"] = answer
@@ -132,6 +133,36 @@ def test_a_scan_waits_for_a_store_that_fails(bucket, tmp_path, monkeypatch, capf
             f"{'s3://b' if source == 's3://b' else 's3://b/0.jpg'} cannot be read (" in said
             and "can be read again" in said
         )
+
+
+REFUSALS = {
+    301: "the bucket is in another region; expected AWS_REGION to name it",
+    400: "400 Bad Request: ExpiredToken: text; expected credentials",
+    403: "403 Forbidden: AccessDenied: text; expected credentials",
+    501: "501 Not Implemented: NotImplemented: text; expected credentials",
+}
+
+
+@pytest.mark.parametrize("answer", REFUSALS)
+def test_what_no_waiting_changes_ends_a_start(bucket, tmp_path, monkeypatch, answer):
+    """Of a bucket, and of a list whose images have been read before, also where nothing else is asked for."""
+    monkeypatch.setattr(waiting, "pause", lambda seconds: pytest.fail("it waits"))
+    bucket.files |= {f"/b/{i}.jpg": encoded(i) for i in range(3)}
+    (tmp_path / "list.txt").write_text("".join(f"s3://b/{i}.jpg\t\t40\t50\n" for i in range(3)))
+    Index.scan(tmp_path / "list.txt", tmp_path / "cache")
+    bucket.answers["GET"] = answer
+    for source, name in [("s3://b", "s3://b"), (tmp_path / "list.txt", "s3://b/0.jpg")]:
+        for trust in (False, True):
+            with pytest.raises(OSError, match=f"^{name} cannot be read: {REFUSALS[answer]}"):
+                Index.scan(source, tmp_path / "cache", trust=trust)
+    bucket.answers = {"/b/0.jpg": answer}
+    assert len(Index.scan(tmp_path / "list.txt")) == 3, "others can be had"
+
+
+def test_a_store_without_tls_ends_a_start(bucket, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"https://127.0.0.1:{bucket.port}")
+    with pytest.raises(OSError, match=r"^s3://tls cannot be read: it does not speak TLS; expected http://"):
+        Index.scan("s3://tls")
 
 
 def test_a_bucket_is_a_folder(bucket, tmp_path, monkeypatch):
@@ -179,7 +210,3 @@ def test_a_bucket_is_a_folder(bucket, tmp_path, monkeypatch):
     for root, key in [("s3://b/c", "c//\n.jpg"), ("s3://b/d", "d/../0.jpg")]:
         with pytest.raises(ValueError, match=f"^{root}: the key {re.escape(repr(key))} ends the listing by an empty"):
             Index.scan(root)
-    for answer, message in [(403, "403 Forbidden: AccessDenied: text"), (301, "another region; expected AWS_REGION")]:
-        bucket.answers["GET"] = answer
-        with pytest.raises(OSError, match=rf"{message}.*s3://b/data"):
-            Index.scan("s3://b/data")

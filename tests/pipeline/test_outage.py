@@ -96,7 +96,7 @@ def assert_waited_for(index, clock, begin, end, capfd):
     assert clock.pauses == [1]
 
 
-@pytest.mark.parametrize("answer", [301, 400, 403, 503, "nothing", "part"])
+@pytest.mark.parametrize("answer", [301, 400, 403, 429, 501, 503, "nothing", "part"])
 def test_a_store_that_fails_is_waited_for(bucket, remote, clock, capfd, answer):
     assert_waited_for(remote, clock, lambda: bucket.answers.update(GET=answer), bucket.answers.clear, capfd)
 
