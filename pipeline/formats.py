@@ -7,7 +7,8 @@ is read here byte for byte, all that can make them disagree is refused, and the 
 - an EXIF block counts if it is the only one. The decoder takes two bytes for the orientation whatever type the tag
   names; its parser of JPEG drops the whole block where one text or fraction lies outside of it, OpenCV, which reads
   PNG and the JPEGs that libjpeg-turbo refuses, keeps what it read before; they differ where the block begins with
-  neither II nor MM, and where the check sum of a PNG's is wrong. Such a block is admitted if it can only say "upright";
+  neither II nor MM, and where the check sum of a PNG's is wrong; and neither sees one that begins with Exif, as only
+  a JPEG's segment should, where other readers skip that. Such a block is admitted if it can only say "upright";
 - XMP is not followed, nor EXIF as text in a PNG, nor a WebP's without its flag.
 
 The tables below are the white list. Each row was decoded three times, in a process that had filled its memory before,
@@ -152,6 +153,8 @@ def _orientation(block, fault=None):
 
     ``fault``: what is known to be wrong with the block.
     """
+    while block[:6] == b"Exif\0\0":
+        block, fault = block[6:], "begins with Exif once too often, where the decoder does not find it"
     order = "<" if block[:2] == b"II" else ">"
     try:
         magic, start = struct.unpack_from(order + "HI", block, 2)

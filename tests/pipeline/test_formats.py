@@ -294,6 +294,7 @@ def others():
         yield f"WebP {number}", webp(still, block, flags=8), upright(RGB, number), 0
         yield f"WebP {number} first", webp(block, still, flags=8), upright(RGB, number), 0
     yield "WebP with EXIF that is not announced", webp(still, (b"EXIF", turned(6)), flags=0), RGB, 0
+    yield "WebP EXIF upright that begins with Exif", webp(still, (b"EXIF", tagged(turned(1))), flags=8), RGB, 0
     yield "WebP XMP", webp(still, (b"XMP ", XMP), flags=4), RGB, 0
 
 
@@ -351,6 +352,8 @@ def broken():
     yield "than one SHORT", exif((274, 3, 2, 6))
     yield "two orientations", exif(turn, (274, 3, 1, 1))
     yield "two orientations", exif((274, 3, 1, 1), turn)
+    yield "once too often", tagged(exif(turn))
+    yield "once too often", tagged(tagged(exif(turn)))
 
 
 def left_out():
