@@ -130,9 +130,9 @@ class _Files:
     """Decodes files as training does."""
 
     def __init__(self, batch, threads, device_id):
-        from pipeline import graph, latency
+        from pipeline import graph, latency, pictures
 
-        self.graph, self.settings, self.device_id = graph, (batch, threads), device_id
+        self.graph, self.pictures, self.settings, self.device_id = graph, pictures, (batch, threads), device_id
         self.concurrently = latency.concurrently
         self.pipeline = self.new()
 
@@ -159,6 +159,8 @@ class _Files:
                 digest = hashlib.blake2b(content, digest_size=16).hexdigest()
                 kind = self.graph.formats.named(content[:12].tobytes())
                 reason, size, checksum = next(good) if content.size else ("empty file", None, None)
+                if kind == "TIFF" and not reason:
+                    reason = self.damage(content)
                 answers.append([reason, size, digest, kind, checksum])
         return answers
 
@@ -169,6 +171,14 @@ class _Files:
         except OSError as error:
             return error.strerror or "not readable"
         return "the shard ends before the image does" if length > len(content) else content
+
+    def damage(self, content):
+        """What is wrong with the data of a TIFF, or None: its decoder goes on where they do not unpack, in black."""
+        try:
+            self.pictures.read(content.tobytes())
+        except ValueError as error:
+            return str(error)
+        return None
 
     def decode(self, contents):
         """(reason or None, size, checksum) of each file's bytes."""

@@ -42,16 +42,19 @@ def test_what_is_there_is_reported_and_what_is_bad_is_known_to_the_run(data, tmp
     (data / "a" / "cut.jpg").write_bytes((data / "a" / "cut.jpg").read_bytes()[:-400])
     (data / "b" / "text.jpg").write_text("text")
     (data / "b" / "killer.jpg").write_bytes(jpeg(1, 6))
+    photo(98).save(data / "b" / "rot.tif", compression="tiff_lzw")  # which the decoder shows, as far as it unpacks
+    rot = (data / "b" / "rot.tif").read_bytes()
+    (data / "b" / "rot.tif").write_bytes(rot[:4000] + bytes(2000) + rot[6000:])
     capsys.readouterr()
     assert main([str(data), "--output", str(output), "--json", str(report), "--processes", "2"]) == 1
     said, found = capsys.readouterr().out, json.loads(report.read_text())
-    assert found["files"] == 24 and found["good"] == 21 and found["bad"] == 3
-    assert set(found["bad_files"]) == {"a/cut.jpg", "b/text.jpg", "b/killer.jpg"}
+    assert found["files"] == 25 and found["good"] == 21 and found["bad"] == 4
+    assert set(found["bad_files"]) == {"a/cut.jpg", "b/text.jpg", "b/killer.jpg", "b/rot.tif"}
     assert found["formats"].pop("PNG") == 21 and found["classes"].keys() == {"a", "b"}
     assert found["sizes"]["width"]["median"] == 30 and found["sizes"]["height"]["min"] == 20
     assert found["duplicates"]["largest"] == [["a/00.png", "b/copy.png"]]
     assert found["duplicates"]["groups_of_several_classes"] == found["duplicates"]["copies"] == 1
-    assert "21 of 24 files are good, 3 bad" in said and "b/text.jpg: not an image" in said
+    assert "21 of 25 files are good, 4 bad" in said and "b/text.jpg: not an image" in said
     index, bad, _ = open_data(ImagesConfig(output=output, data=data), ALONE)
     known = {index.paths[i] for i in bad} | set(index.rejected)
     assert known == set(found["bad_files"])
