@@ -53,8 +53,8 @@ def main(arguments: list[str]) -> int:
             (options.output / "index").mkdir(parents=True, exist_ok=True)
         folder = cache.place(options.index_cache, options.output / "index" if options.output else None)
         index = Index.scan(options.data, folder)
-        found = check(index, processes)
-        report = describe(index, found)
+        found = check(index, processes, str(options.data))
+        report = describe(index, found, str(options.data))
         if options.output:
             known.add(options.output / "index" / known.FILE, index, found.bad)
         Screen().print(as_text(report), highlight=False, markup=False, soft_wrap=True)
@@ -85,8 +85,8 @@ class Found:
         self.digests = np.zeros((images, 16), np.uint8)  # of the bytes of each file; 0 where there are none
 
 
-def check(index: Index, processes: int) -> Found:
-    """Decodes all images, by so many processes. RuntimeError if they do not work."""
+def check(index: Index, processes: int, data: str) -> Found:
+    """Decodes all images of ``data``, by so many processes. RuntimeError if they do not work."""
     found, here, decoders = Found(len(index)), threading.local(), []
 
     def read(samples):
@@ -107,7 +107,7 @@ def check(index: Index, processes: int) -> Found:
 
     pool = Threads(processes)
     try:
-        with shown(str(index.root), "decoding") as progress:
+        with shown(data, "decoding") as progress:
             done = 0
             batches = (list(range(p.start, p.stop)) for p in memory.parts(index.sizes, _PIXELS, _FILES))
             parts = iter(lambda: list(itertools.islice(batches, 256 * processes)), [])  # not all of them at once
@@ -133,8 +133,8 @@ def check(index: Index, processes: int) -> Found:
     return found
 
 
-def describe(index: Index, found: Found) -> dict:
-    """The report, as it is written."""
+def describe(index: Index, found: Found, data: str) -> dict:
+    """The report on ``data``, as it is written."""
     bad = index.rejected | {index.paths[i]: reason for i, reason in sorted((found.bad | found.unread).items())}
     counts = np.bincount(index.labels[index.labels >= 0], minlength=len(index.classes)).tolist()
     sides = {"height": index.sizes[:, 0], "width": index.sizes[:, 1], "pixels": index.sizes.astype(np.int64).prod(1)}
@@ -142,7 +142,7 @@ def describe(index: Index, found: Found) -> dict:
     groups = _duplicates(found.digests)
     mixed = sum(len(set(index.labels[group].tolist())) > 1 for group in groups)
     return {
-        "data": str(index.root),
+        "data": data,
         "files": len(index) + len(index.rejected),
         "good": len(index) - len(found.bad | found.unread),
         "bad": len(bad),
@@ -174,7 +174,8 @@ def _duplicates(digests):
 def as_text(report: dict) -> str:
     """The report for the screen."""
     classes, duplicates = report["classes"], report["duplicates"]
-    lines = [f"{report['data']}: {report['good']:,} of {report['files']:,} files are good, {report['bad']:,} bad"]
+    good = f"{report['good']:,} of {report['files']:,} files are good, {report['bad']:,} bad"
+    lines = [f"{printable(report['data'])}: {good}"]
     lines += [f"  {count:,}  {reason}" for reason, count in itertools.islice(report["reasons"].items(), _SHOWN)]
     first = itertools.islice(report["bad_files"].items(), _SHOWN)
     lines += [f"bad: {printable(path)}: {reason}" for path, reason in first]

@@ -37,7 +37,7 @@ def test_what_is_there_is_reported_and_what_is_bad_is_known_to_the_run(data, tmp
     with tarfile.open(tmp_path / "all.tar", "w") as tar:
         tar.add(data, "")
     assert main([str(tmp_path / "all.tar"), "--processes", "1"]) == 0  # and leaves nothing behind
-    assert "22 of 22 files are good" in capsys.readouterr().out
+    assert f"{tmp_path}/all.tar: 22 of 22 files are good" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["all.tar", "data"]
     (data / "a" / "cut.jpg").write_bytes((data / "a" / "cut.jpg").read_bytes()[:-400])
     (data / "b" / "text.jpg").write_text("text")
@@ -107,7 +107,7 @@ def test_ctrl_c_does_not_wait_for_a_decoder(data, monkeypatch):
     signal.setitimer(signal.ITIMER_REAL, 0.3)
     try:
         with pytest.raises(KeyboardInterrupt):
-            check(index, 1)
+            check(index, 1, str(data))
     finally:
         signal.signal(signal.SIGALRM, handler)
     assert time.monotonic() - start < 10
