@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import os
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,12 +22,11 @@ import numpy as np
 import timm
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor
 
 from bench import environment
 from bench.findings import finding, number
-from bench.pipeline import Files, folder_of_images, processor_seconds, skip
+from bench.pipeline import Files, decodable, folder_of_images, opened, processor_seconds, read_by_dali, skip
 from model.export import export_model
 from pipeline import Index, evaluation_batches
 from run.recipes import RECIPES
@@ -54,6 +54,10 @@ def main(arguments: list[str]) -> int:
     if options.smoke:
         config, count, rounds = dataclasses.replace(config, depth=1, image_size=64), 8, 1
     with folder_of_images(options.images, count) as (_, index), tempfile.TemporaryDirectory() as encoder:
+        if not read_by_dali(index):
+            print(f"bench: {options.images}: expected images that are files of their own", file=sys.stderr)
+            return 2
+        index = decodable(index, len(index), Pillow=opened) if options.images else index
         export_model(
             new_encoder(config), Path(encoder), name=config.model, arguments=encoder_arguments(config),
             mean=config.mean, std=config.std, training={"recipe": RECIPE, "steps": 0, "images": 0},
@@ -129,8 +133,3 @@ def timed(way, keep: bool) -> tuple[Tensor | None, float, float]:
             parts.append(part)
     wall, spent = time.perf_counter() - start, processor_seconds() - before
     return torch.cat(parts) if keep else None, wall, spent
-
-
-def opened(path: str) -> Image.Image:
-    with Image.open(path) as image:
-        return image.convert("RGB")

@@ -16,6 +16,7 @@ from bench import environment
 from bench.findings import finding, plot
 from pipeline import Index
 from run import command
+from run.program import opening
 from run.recipes import RECIPES
 from run.training import new_encoder
 from transfer import knn, probe
@@ -141,10 +142,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--probe", type=Path, metavar="RUN", help="instead, probe the encoder of a run")
     options = parser.parse_args(arguments)
     if options.draw is not None:
-        print_draw(options.runs / "train.txt", options.count, options.draw)
+        with opening("bench"):
+            print_draw(options.runs / "train.txt", options.count, options.draw)
         return 0
     if options.probe is not None:
-        encoder, about = load_encoder(options.probe)
+        with opening("bench"):
+            encoder, about = load_encoder(options.probe)
         encoders = {options.probe.name: encoder}
         if options.probe.name == "aps":
             written = ["--config", str(options.probe / "config.json")]

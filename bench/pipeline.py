@@ -8,17 +8,21 @@ noise (quality 90, about the bytes of a photograph of that size).
 """
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import itertools
 import os
 import resource
 import statistics
+import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,13 +32,17 @@ from torch.profiler import ProfilerActivity, profile
 from bench import environment
 from bench.findings import PATH_BATCH, PATH_RECIPE, bar, finding, number, plot
 from bench.timing import NO_KERNEL
-from pipeline import Augmentation, Index, Loader, graph
+from pipeline import Augmentation, Index, Loader, evaluation_batches, graph
+from pipeline.loader import refuse_too_many
+from run import quiet
 from run.program import opening
 from run.ranks import Ranks
 from run.recipes import RECIPES
+from run.session import named
 
 TIMES = "times this loader's CPU"
 AHEAD = 4  # batches at either end that the clock of images per second leaves out: no loader works further ahead
+MAX_BAD = 0.05  # the share of files that may be left out, as train.py has it
 
 
 @contextlib.contextmanager
@@ -49,6 +57,45 @@ def folder_of_images(given: Path | None, count: int):
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda number: generate(Path(folder) / f"{number:05}.jpg", number), range(count)))
         yield Path(folder), Index.scan(Path(folder))
+
+
+def decodable(index: Index, count: int, **openers: Callable[[str], Any]) -> Index:
+    """The index without those of its first ``count`` images that this project's reader does not decode, or one of the
+    ``openers``, by the names of their packages; they are named on stderr. TooManyBadFiles as in training."""
+    done, threads = 0, len(os.sched_getaffinity(0))
+
+    def reason(i):
+        for name, opener in openers.items():
+            try:
+                opener(index.file(i))
+            except Exception:  # both have many kinds of them
+                return f"{name} does not decode it"
+
+    while done < (stop := min(count, len(index))):
+        samples, bad = np.arange(done, stop), {}
+        how = {"image_size": 32, "batch_size": 64, "device": torch.device("cpu"), "threads": threads}
+        with quiet.decoder():
+            collections.deque(evaluation_batches(index, samples, bad=bad, **how), maxlen=0)
+        with ThreadPoolExecutor(threads) as pool:
+            bad = {i: why for i, why in zip(samples.tolist(), pool.map(reason, samples), strict=True) if why} | bad
+        refuse_too_many(bad, index, MAX_BAD)
+        if bad:
+            print(f"left out: {named((index.paths[i], why) for i, why in bad.items())}", file=sys.stderr)
+        index, done = index.without(bad), stop - len(bad)
+    return index
+
+
+def opened(path: str) -> Image.Image:
+    """As torchvision's folders of images open one."""
+    with Image.open(path) as image:
+        return image.convert("RGB")
+
+
+def tensor(path: str) -> torch.Tensor:
+    """As torchvision reads one by itself: uint8 [3,H,W]."""
+    from torchvision.io import decode_image, read_file
+
+    return decode_image(read_file(path), mode="RGB")
 
 
 def generate(path: Path, seed: int, height: int = 375, width: int = 500, progressive: bool = False) -> None:
@@ -94,6 +141,10 @@ def main(arguments: list[str]) -> int:
         batch, batches, rounds, looked_at = 8, 1, 1, 4
     with folder_of_images(options.images, 4 * batch) as (_, index):
         batch = min(batch, len(index))
+        if options.images and not on_gpu and read_by_dali(index):
+            used = rounds * (max(1, batches // rounds) + 2 * AHEAD) * batch
+            index = decodable(index, max(used, looked_at), Pillow=opened, torchvision=tensor)
+            batch = min(batch, len(index))
         sampled = range(min(100, len(index)))
         file_bytes = [len(graph.read(*index.place(i))) for i in sampled]
         result = {
@@ -252,7 +303,6 @@ def torchvision_loaders(index, config, batch, workers):
     The blur of the first is Pillow's, as MoCo v3 has it; torchvision's takes ten times as long.
     """
     from torchvision import transforms
-    from torchvision.io import decode_image, read_file
     from torchvision.transforms import v2
 
     a, side = config.augmentation, config.image_size
@@ -273,10 +323,6 @@ def torchvision_loaders(index, config, batch, workers):
         steps += [t.RandomSolarize(128, a.solarise_p[number])] if a.solarise_p[number] else []
         return t.Compose([*steps, *last])
 
-    def opened(path):
-        with Image.open(path) as image:
-            return image.convert("RGB")
-
     def provider(open_image, first_view, second_view):
         def batches(first, last):
             samples = [np.arange(number * batch, (number + 1) * batch) % len(index) for number in range(first, last)]
@@ -290,9 +336,7 @@ def torchvision_loaders(index, config, batch, workers):
     v2_views = [view(v2, n, v2.GaussianBlur(window, a.blur_sigma), []) for n in range(2)]
     return {
         f"torchvision on Pillow images, workers: {workers}": provider(opened, *v1_views),
-        f"torchvision v2 on tensors, workers: {workers}": provider(
-            lambda path: decode_image(read_file(path), mode="RGB"), *v2_views
-        ),
+        f"torchvision v2 on tensors, workers: {workers}": provider(tensor, *v2_views),
     }
 
 

@@ -20,6 +20,7 @@ from bench import environment
 from bench.findings import finding, number, percent
 from bench.pipeline import drain, folder_of_images, options_of, skip
 from pipeline import Loader
+from run import quiet
 from run.ranks import Ranks
 from run.recipes import RECIPES
 
@@ -66,7 +67,8 @@ def main(arguments: list[str]) -> int:
                 index, config.augmentation, image_size=32 if options.smoke else config.image_size,
                 batch_size=batch // ranks, seed=0, device=environment.device(), threads=threads,
             )  # fmt: skip
-            alone, _ = drain((both.views[1] for both in loader.batches(0, 12)), batch // ranks)
+            with quiet.decoder():
+                alone, _ = drain((both.views[1] for both in loader.batches(0, 12)), batch // ranks)
             row |= balance(row["pairs_per_second"] / ranks, row["data_wait"], config.groups, alone, threads)
             result["runs"].append(row)
             environment.save(options, result | conclusions(result))

@@ -13,16 +13,18 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, run_program
+from PIL import Image
 
 import kernels
 from bench import all as everything
-from bench import big, collectives, compile, counters, embed, environment, learning, pipeline, sanitizer, train
+from bench import big, collectives, compile, counters, embed, environment, labels, learning, pipeline, sanitizer, train
 from bench.__main__ import main
 from bench.kernels import GROUPS, POWER, SMOKE_SIZES, Size, batch_of_boxes, sample_one_by_one, sample_with_multinomial
 from bench.report import tables
 from bench.report.results import read
 from bench.timing import NO_KERNEL, summary
 from bench.train import balance
+from pipeline import Index
 from run.recipes import RECIPES
 
 TESTS = {"passed", "failed", "skipped", "tests", "not_run"}
@@ -217,6 +219,11 @@ def test_images_that_are_none_are_said_in_a_line(tmp_path, capsys):
         assert ended.value.code == 2 and said.err.startswith(f"bench: no folder {wrong}: expected a folder of images")
         assert said.err.count("\n") == 1 and not said.out
     assert learning.main([wrong]) == 2, "nor are there runs"
+    for words in (["--draw", "1"], ["--probe", wrong]):
+        with pytest.raises(SystemExit):
+            labels.main([wrong, *words])
+        said = capsys.readouterr().err
+        assert said.startswith("bench: ") and wrong in said and said.count("\n") == 1
 
 
 def test_images_that_do_not_decode_are_said_in_a_line(tmp_path, photos, capsys):
@@ -227,6 +234,17 @@ def test_images_that_do_not_decode_are_said_in_a_line(tmp_path, photos, capsys):
     said = capsys.readouterr().err
     assert said.startswith("bench: ") and f"of 32 images in {tmp_path} cannot be used" in said
     assert said.count("\n") == 1 and said.endswith("; repair them, or leave them out of --images\n")
+
+
+def test_an_image_that_one_side_does_not_decode_is_left_out_of_all(tmp_path, photos, capsys):
+    """And of those that take its place no more are looked at than are read."""
+    for number, path in enumerate(sorted(photos.rglob("*.jpg"))[:6]):
+        (tmp_path / f"{number}.jpg").write_bytes(path.read_bytes()[: -200 if number in (1, 5) else None])
+    Image.new("RGB", (40, 40)).save(tmp_path / "2.bmp")
+    index = pipeline.decodable(Index.scan(tmp_path), 4, Pillow=pipeline.opened, torchvision=pipeline.tensor)
+    assert list(index.paths) == ["0.jpg", "2.jpg", "3.jpg", "4.jpg", "5.jpg"]
+    said = capsys.readouterr().err
+    assert said.startswith("left out: 1.jpg: ") and said.endswith("; 2.bmp: torchvision does not decode it\n")
 
 
 def test_compiled_kernels(monkeypatch):
