@@ -15,6 +15,7 @@ from conftest import MORE, ROOT, SMALL, metrics, photo, run_program, train
 from PIL import Image
 from safetensors.torch import load_file
 
+from pipeline.walk import walk
 from run.signals import StopRequest
 from train import main
 from transfer.pretrained import load_encoder
@@ -25,6 +26,7 @@ def test_run_leaves_what_the_readme_promises(undisturbed):
     names = {path.name for path in output.iterdir()}
     assert names >= {"config.json", "metrics.jsonl", "checkpoints", "rejected.jsonl", "encoder"}
     assert "encoder.partial" not in names
+    assert not walk(str(output.parent), str).names, "a folder of images passes over what it holds of a run"
     logged = [line for line in metrics(output) if "loss" in line]
     assert [line["step"] for line in logged] == [1, *range(3, 33, 3), 32]
     assert said.count("loss ") == len(logged)
