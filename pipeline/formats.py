@@ -419,6 +419,9 @@ def _bmp(file):
         end += colours * (3 if size == 12 else 4)
     if (bits <= 8 and colours > 1 << bits) or width < 1 or not end <= offset < file.length:
         raise ValueError(_DAMAGED)
+    # A part of the decoder reads what is cut, by rows that are not filled up, or leaves the rest black.
+    if offset + abs(height) * ((width * bits + 31) // 32 * 4) > file.length:
+        raise ValueError("BMP that ends before its last row does")
     return abs(height), width, 1
 
 

@@ -425,6 +425,9 @@ def left_out():
     for shift in (-1, 10_000):
         yield "damaged", bmp(RGB, 24, shift=shift)
         yield "damaged", bmp(BITS, 8, colours=PALETTE, shift=shift)
+    for cut in (1, 4, 500):
+        yield "last row", bmp(np.dstack([RGB, ALPHA]), 32, down=cut == 4)[:-cut]
+        yield "last row", bmp(RGB[:, :37], 24)[:-cut]
     for largest in (1, 15, 127, 254, 256, 1023, 4095, 65534):
         raw = (GREY.astype(int) * largest // 255).astype(">u2" if largest > 255 else np.uint8).tobytes()
         yield f"largest value of {largest}", b"P5\n40 24\n%d\n" % largest + raw
