@@ -71,8 +71,11 @@ def test_two_ranks_train_as_one_process(photos, tmp_path):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-3)
         assert a["similarity"] == pytest.approx(b["similarity"], abs=1e-3)
     weights = [load_file(tmp_path / str(ranks) / "encoder/model.safetensors") for ranks in (1, 2)]
+    # A shift of all features, which batch norm takes out, and of all keys, which softmax does, has a gradient of
+    # rounding alone, of which AdamW makes steps as of any other.
+    free = {"norm.bias": 9e-4, "blocks.0.attn.qkv.bias": 9e-4}
     for name, tensor in weights[0].items():
-        torch.testing.assert_close(tensor, weights[1][name], rtol=0, atol=3e-4)  # a few AdamW steps of 1e-4 at most
+        torch.testing.assert_close(tensor, weights[1][name], rtol=0, atol=free.get(name, 1e-6))
 
 
 def test_bfloat16_trains_as_float32_does(undisturbed, photos, tmp_path, capsys):

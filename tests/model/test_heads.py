@@ -86,8 +86,7 @@ def test_key_network_is_a_frozen_copy_of_encoder_and_projector():
     assert not any(parameter.requires_grad for parameter in keys.parameters())
     before = {name: value.clone() for name, value in keys.state_dict().items()}
     patches, index = torch.randn(2, 6, 4, 48), torch.randint(16, (2, 6, 4))
-    with torch.no_grad():  # with a graph torch 2.11 computes in another order
-        assert torch.equal(keys(patches, index), net(patches, index)[1])
+    torch.testing.assert_close(keys(patches, index), net(patches, index)[1])  # torch 2.11 sums in another order
     for parameter in net.parameters():
         parameter.data.zero_()
     assert all(torch.equal(value, before[name]) for name, value in keys.state_dict().items())

@@ -100,8 +100,9 @@ def test_a_detector_comes_back_as_it_was_saved(tmp_path):
             load_detector(tmp_path)
 
 
-def test_half_precision_does_not_reach_the_boxes():
-    """Under bfloat16 as on a GPU: the losses are about those of float32, proposals and anchors stay in float32."""
+def test_half_precision_does_not_reach_the_boxes(monkeypatch):
+    """Under bfloat16 as on a GPU: the losses are those of float32 for the same proposals (of an untrained network the
+    best are chosen by the last bits of their scores), and proposals and anchors stay in float32."""
     config = SMALL
     detector, _ = new_detector(config, 4)
     torch.manual_seed(0)
@@ -114,11 +115,18 @@ def test_half_precision_does_not_reach_the_boxes():
         }
         for i in images
     ]
-    losses = []
+    propose, first, losses = detector.rpn.filter_proposals, [], []
+
+    def first_ones(*found):
+        first[:] = first or propose(*found)
+        return first
+
     for enabled in (False, True):
         torch.manual_seed(0)
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            losses.append(detector.train()(images, targets))
+            with monkeypatch.context() as patch:
+                patch.setattr(detector.rpn, "filter_proposals", first_ones)
+                losses.append(detector.train()(images, targets))
             batch, _ = detector.eval().transform(images)
             features, heads = detector.backbone(batch.tensors), detector.roi_heads
             proposals, _ = detector.rpn(batch, features)
@@ -126,4 +134,4 @@ def test_half_precision_does_not_reach_the_boxes():
         anchors = detector.rpn.anchor_generator.cell_anchors
         assert {tensor.dtype for tensor in (*proposals, *anchors, *outputs)} == {torch.float32}
     for name, loss in losses[0].items():
-        assert losses[1][name].item() == pytest.approx(loss.item(), rel=0.05, abs=0.01), name
+        assert losses[1][name].item() == pytest.approx(loss.item(), rel=0.01), name
