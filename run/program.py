@@ -18,9 +18,9 @@ from pipeline import TooManyBadFiles, memory
 from . import quiet
 from .progress import TooManySkipped
 from .ranks import Ranks
-from .signals import STOPPED
+from .signals import SIGNALS, STOPPED
 
-DISK = errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS
+DISK = errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG
 GOES_ON = "the same command goes on from the last checkpoint, if there is one"
 
 
@@ -58,7 +58,7 @@ def run(
 ) -> None:
     """Calls ``main`` with the command line; what ends a run is said in one line, how it ``goes_on`` and what has to be
     ``smaller`` where memory is not enough, with an exit code other than 0."""
-    for number in (signal.SIGTERM, signal.SIGINT):  # SIGTERM as Ctrl-C, where no step is to be finished
+    for number in SIGNALS:  # SIGTERM as Ctrl-C, where no step is to be finished
         signal.signal(number, signal.default_int_handler)
     atexit.register(gc.freeze)  # at its end Python would look through all modules for what to free: 1.8 s, now 0.2
     try:
@@ -76,7 +76,11 @@ def run(
     except (RuntimeError, MemoryError) as error:
         if out_of_memory(error):
             said = textwrap.shorten("".join(str(error).strip().splitlines()[:1]), 160, placeholder=" ...")
-            sys.exit(f"{program}: out of memory ({said}); a smaller {smaller} takes less, and {goes_on}")
+            said = f" ({said})" if said else ""  # Python's own says nothing
+            sys.exit(f"{program}: out of memory{said}; a smaller {smaller} takes less, and {goes_on}")
+        if str(error).startswith("DataLoader worker"):  # which has no class of its own either
+            said = str(error).splitlines()[0].rstrip(" .")
+            sys.exit(f"{program}: {said}, perhaps for want of memory; fewer --workers take less, and {goes_on}")
         # torch has no class of its own for what the end of another rank does to a collective of gloo.
         if not (isinstance(error, distributed.DistError) or "/gloo/" in str(error)):
             raise
@@ -86,4 +90,5 @@ def run(
         print(f"{program}: interrupted; {goes_on}", file=sys.stderr)
         sys.exit(STOPPED)
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # no traceback out of an exit handler; a checkpoint is never torn
+        for number in SIGNALS:  # no traceback out of an exit handler; a checkpoint is never torn
+            signal.signal(number, signal.SIG_DFL)

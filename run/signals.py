@@ -16,6 +16,7 @@ from .ranks import Ranks
 STOPPED = 75  # exit code of a run that was asked to stop and has saved (EX_TEMPFAIL of sysexits.h: try again later)
 SIGNALS = signal.SIGTERM, signal.SIGINT
 GPU_EVERY = 10  # steps between two agreements of several GPUs
+_END = bytes(1)  # no signal has this number
 
 
 class StopRequest:
@@ -46,8 +47,9 @@ class StopRequest:
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self.wakeup)
-        os.close(self.told)
+        os.write(self.told, _END)  # to close it would not do: processes that were forked meanwhile have it open too
         self.listener.join()
+        os.close(self.told)
         os.close(self.heard)
 
     def _note(self, *_) -> None:
@@ -55,7 +57,7 @@ class StopRequest:
 
     def _listen(self) -> None:
         said = False
-        while number := os.read(self.heard, 1):
+        while (number := os.read(self.heard, 1)) != _END:
             if number[0] not in SIGNALS:
                 continue
             if not said:

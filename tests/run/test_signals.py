@@ -1,4 +1,6 @@
+import multiprocessing
 import signal
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -53,3 +55,12 @@ def test_a_request_is_heard_and_said_and_handlers_are_put_back():
     assert len(said) == 2 and said[0].startswith("asked to stop: this step")
     assert [signal.getsignal(number) for number in numbers] == before and signal.set_wakeup_fd(-1) == -1
     assert not waiting.asked_to_stop() and STOPPED == 75
+
+
+def test_it_ends_beside_a_process_that_was_forked_meanwhile():
+    """As those that read images for a detector: an error of one of them was waited out for as long as another lived."""
+    child, began = multiprocessing.get_context("fork").Process(target=time.sleep, args=(20,)), time.monotonic()
+    with StopRequest(SimpleNamespace(device=torch.device("cpu"), count=1), print):
+        child.start()
+    child.kill()
+    assert time.monotonic() - began < 20
