@@ -31,8 +31,8 @@ from pipeline.headers import MAY_PASS
 from pipeline.latency import Threads
 
 _LUMA = np.array([0.299, 0.587, 0.114])  # ITU-R BT.601, as Pillow and torchvision weigh grey
-# Errors of one file alone or, where credentials have expired, of all.
-UNCLEAR = frozenset({errno.EACCES, errno.EPERM, errno.EKEYEXPIRED})
+# Errors of one file alone or, where credentials have expired or a disk is not mounted any more, of all.
+UNCLEAR = frozenset({errno.EACCES, errno.EPERM, errno.EKEYEXPIRED, errno.ENOENT})
 _AHEAD = 16  # files read at a time, as ``probe`` does
 _WIDEST = 300  # pixels: radius of the blur at the largest sigma that an Augmentation takes
 

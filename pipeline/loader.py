@@ -4,6 +4,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import errno
 import functools
 import itertools
 from pathlib import Path
@@ -299,14 +300,16 @@ def _probe(index, reader, sample, device_id, outage):
         with contextlib.closing(graph.probe(images(todo, again), device_id)) as results:
             for place, (s, result) in enumerate(zip(todo, results, strict=True)):
                 if isinstance(result, OSError):
+                    gone = result.errno == errno.ENOENT
+                    sure = unclear or bad or (gone and index.paths[s].startswith(objects.SCHEME))  # a store is there
                     alone = result.errno in graph.UNCLEAR and (
-                        unclear or None in graph.probe(images(_others(index, s), read), device_id)
+                        sure or None in graph.probe(images(_others(index, s), read), device_id)
                     )
                     if not alone:
                         outage.wait(printable(index.paths[s]), result.strerror)
                         looks, todo = 0, [*unclear, *todo[place:]]
                         break
-                    unclear[s] = result.strerror
+                    (bad if gone else unclear)[s] = result.strerror
                 elif result and memory.lacking(result):  # which is not the file's fault
                     raise MemoryError(f"{printable(index.paths[s])} {result}")
                 elif result:

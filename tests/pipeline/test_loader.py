@@ -308,7 +308,7 @@ def test_an_index_of_which_nothing_decodes_ends(tmp_path):
         Image.new("RGB", (9, 9)).save(tmp_path / f"{i}.png")
     index = Index.scan(tmp_path)
     for i in range(4):
-        os.remove(index.file(i))
+        os.truncate(index.file(i), 0)
     with pytest.raises(ValueError, match="of 4 images"):
         list(loader(index, batch_size=2).batches(0, 2))
     samples = np.arange(4)

@@ -153,7 +153,7 @@ def test_a_store_that_fails_batches_only_is_waited_for(bucket, remote, clock, mo
 # ---- Files
 
 
-READING = [errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN, errno.ETIMEDOUT, errno.EACCES]
+READING = [errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN, errno.ETIMEDOUT, errno.EACCES, errno.ENOENT]
 
 
 @pytest.mark.parametrize("number", READING, ids=errno.errorcode.get)
@@ -245,7 +245,7 @@ def test_files_are_read_ahead_some_at_a_time_and_judged_in_order(monkeypatch):
     for reason in graph.probe(map(image, range(16)), None):
         most = max(most, len(begun) - len(reasons))
         reasons.append(reason)
-    assert [i for i, reason in enumerate(reasons) if reason] == [2, 5] and reasons[2] == "gone"
+    assert [i for i, reason in enumerate(reasons) if reason] == [2, 5] and reasons[2].strerror == "gone"
     assert most <= 4, "in memory"
 
 
