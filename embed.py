@@ -195,6 +195,8 @@ def finish(config: EmbedConfig, index: Index, bad: dict[int, str], rows: Iterato
             write_npy(partial["features"], rows, (len(samples), width))
         else:
             write_parquet(partial["features"], rows, names, width)
+        for path in partial.values():  # before the first gets its name: a disk may be found full only here
+            caches.sync(path)
     beside = f"; paths and classes of its rows: {files['names']}" if "names" in files else ""
     print(f"features of {counted(len(samples), 'image')}, float32 [{len(samples)}, {width}]: {config.output}{beside}")
     if rejected:

@@ -115,8 +115,10 @@ def probe(config: TuneConfig, ranks: Ranks, index: Index, evaluation: Index) -> 
         + (f"; left out {len(left_out):,}: {named(left_out.items())}" if left_out else "")
     )
     line = {"probe": config.probe, "encoder": config.encoder, "training": description["training"], **scores}
-    with (config.output / "probes.jsonl").open("a") as file:
-        file.write(json.dumps(line | {"left_out": len(left_out)}) + "\n")
+    path = config.output / "probes.jsonl"
+    torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")  # by a full disk
+    with path.open("a") as file:
+        file.write("\n" * torn + json.dumps(line | {"left_out": len(left_out)}) + "\n")
 
 
 def described(description: dict) -> str:

@@ -50,14 +50,19 @@ def replacing(path: Path, *, shared: bool) -> Iterator[Path]:
     part = path.with_name(path.name + (f".{uuid.uuid4().hex}.part" if shared else ".partial"))
     try:
         yield part
-        _sync(part)
+        sync(part)
         os.replace(part, path)
+    except OSError as error:
+        if error.errno and not error.filename:  # a write that fails names none
+            error.filename = str(path)
+        raise
     finally:
         part.unlink(missing_ok=True)  # os.replace leaves it where both are links to one file
-    _sync(path.parent)  # the rename itself
+    sync(path.parent)  # the rename itself
 
 
-def _sync(path):
+def sync(path: Path) -> None:
+    """Returns when what was written to a file or folder is on the disk; OSError where it does not get there."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

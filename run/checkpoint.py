@@ -19,6 +19,7 @@ Sharded networks (FSDP2) are saved whole, in the same form, so any number of ran
 torch.distributed.checkpoint keeps its metadata as a pickle, which is not read from users' files here.)
 """
 
+import contextlib
 import errno
 import json
 import zipfile
@@ -58,6 +59,9 @@ def save(folder: Path, step: int, state: dict[str, Any], *, last: int, every: in
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{step:08d}.pt"
+    for torn in folder.glob("step-*.pt.partial"):  # of a process that was killed, of a step that may not be saved again
+        with contextlib.suppress(OSError):
+            torn.unlink()
     with replacing(path, shared=False) as partial, partial.open("wb") as file:
         try:
             torch.save(state, file)

@@ -98,6 +98,7 @@ def test_what_fails_in_the_background_is_raised(tmp_path):
         saver.save(step, {"step": step})
     saver.wait()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002.pt"]
+    (tmp_path / "step-00000001.pt.partial").touch()  # of a process that was killed
     (tmp_path / "step-00000003.pt.partial").mkdir()
     saver.save(3, {"step": 3})
     with pytest.raises(OSError, match="directory"):
@@ -105,6 +106,7 @@ def test_what_fails_in_the_background_is_raised(tmp_path):
     saver.save(4, {"step": 4})
     saver.wait()
     assert checkpoint.load(checkpoint.newest(tmp_path)[0]) == {"step": 4}
+    assert not (tmp_path / "step-00000001.pt.partial").exists()
 
 
 def test_a_full_disk_is_told_from_other_errors_of_torch(tmp_path, monkeypatch):
