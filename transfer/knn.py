@@ -24,6 +24,7 @@ from run.ranks import Ranks
 
 LARGEST_BANK = 1_300_000  # images, unless more are asked for: all of ImageNet-1k, of which ViT-S makes 2 GB
 _BATCH = 64  # images
+_WIDE = 2**30  # bytes of the largest tensor within an encoder; of it and its like there are about four at a time
 _BYTES = 2**28  # of similarities at a time, and of votes
 _QUERIES = 1024  # at a time, at most
 _ALONE = Ranks(0, 1, 1, torch.device("cpu"))
@@ -84,8 +85,12 @@ def batches(
     count = 0
     for encoder in encoders:
         encoder.eval()
+    widest = max(4 * max(encoder.embed_dim for encoder in encoders), 3 * patch**2)
+    size = _BATCH  # of large images fewer; always a part of it, by which the ranks divide the work
+    while size > 1 and 4 * size * height * width * widest > _WIDE:
+        size //= 2
     decoded = evaluation_batches(
-        index, samples, image_size=height * patch, batch_size=_BATCH, device=device, threads=threads, bad=bad,
+        index, samples, image_size=height * patch, batch_size=size, device=device, threads=threads, bad=bad,
         record=record,
     )  # fmt: skip
     half = device.type == "cuda"
