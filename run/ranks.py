@@ -1,10 +1,12 @@
 """The processes of a run: one alone, or the ranks that torchrun starts."""
 
+import contextlib
 import datetime
 import itertools
 import os
 import re
 import shutil
+import sys
 import time
 import uuid
 import warnings
@@ -46,10 +48,7 @@ class Ranks:
         ``device``: auto, cpu or cuda. Raises ValueError where no GPU is to be had for cuda; for auto it is said where a
         machine has one that torch cannot use.
         """
-        rank, count, local_rank, local_count = (
-            int(os.environ.get(name, default))
-            for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
-        )
+        rank, count, local_rank, local_count = _places()
         gpus, why = _gpus() if device != "cpu" else (0, "")
         if device == "cuda" and gpus == 0:
             raise ValueError(f"--device cuda: {why or 'torch sees no GPU here'}; expected one, or --device cpu")
@@ -171,6 +170,20 @@ class Ranks:
         decode (H100: 15,350 images/s by 6 threads, 14,840 by 16)."""
         share = len(os.sched_getaffinity(0)) // self.local_count
         return asked or max(1, min(8, share - 2) if self.device.type == "cuda" else share)
+
+
+def _places() -> tuple[int, ...]:
+    """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, as torchrun sets them. Where they are wrong the process ends
+    with a line (as each does: it may be the only one), as all would wait for a rank that there is not."""
+    names = ("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")
+    given = {name: os.environ.get(name, default) for name, default in names}
+    with contextlib.suppress(ValueError):
+        rank, count, *local = map(int, given.values())
+        if 0 <= rank < count and min(local) >= 0:
+            return rank, count, *local
+    said = " ".join(f"{name}={value}" for name, value in given.items())
+    print(f"{said}: expected numbers, RANK below WORLD_SIZE, as torchrun sets them, or none of these", file=sys.stderr)
+    sys.exit(2)
 
 
 def _gpus() -> tuple[int, str]:

@@ -66,6 +66,7 @@ class RunConfig:
                 object.__setattr__(self, name, expanded(value))
             if type(value) is int and name != "seed":
                 check(abs(value) < 2**31, self, name, "a number below 2,147,483,648")
+                check(name != "depth" or value <= 1024, self, name, "at most 1,024 blocks")  # hours, and all memory
         for name in ("epochs", "batch_size", "checkpoint_every", "keep_last", "log_every"):
             check(getattr(self, name) > 0, self, name, "more than 0")
         for name in ("keep_every", "lr", "weight_decay"):

@@ -33,6 +33,18 @@ def test_ranks_share_machines_and_cards(monkeypatch):
             Ranks.join(wanted)
 
 
+@pytest.mark.parametrize(
+    "given", [{"RANK": "x"}, {"LOCAL_RANK": ""}, {"RANK": "8", "WORLD_SIZE": "8", "LOCAL_RANK": "7"}]
+)
+def test_ranks_that_are_none_end_the_process_with_a_line(monkeypatch, capsys, given):
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match="2"):
+        Ranks.join("cpu")
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and all(f"{name}={value}" in said for name, value in given.items())
+
+
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder)"
 CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023"
 GPUS = [

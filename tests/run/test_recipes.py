@@ -184,7 +184,7 @@ BOUNDS = {  # values at the edges of what is taken, and what is refused next to 
     "redeal": ((False,), (True,)), "head_hidden": ((1,), (0,)), "head_out": ((1,), (0,)),
     "projector_layers": ((1,), (0,)), "predictor_layers": ((1,), (0,)), "temperature": ((1e-9,), (0, INF, NAN)),
     "clip_alpha": ((1e-9,), (0, INF)), "knn_images": ((0,), (-1,)), "patch_size": ((0,), (-1,)),
-    "depth": ((0,), (-1, 10**20)), "output": ((Path("run"),), (Path("s3://bucket/run"),)),
+    "depth": ((0, 1024), (-1, 1025, 10**20)), "output": ((Path("run"),), (Path("s3://bucket/run"),)),
     "power": ((0, INF), (-0.1, NAN)), "knn_every": ((0, 0.5), (-0.1,)), "keep_ratio": ((1e-3, 1), (0, 1.001)),
     "clip_momentum": ((0, 0.999), (-0.1, 1)), "ema": ((None, 0, 1), (-0.1, 1.1)),
     "std": (((1e-9, 1, 1),), ((0, 1, 1), (1, 1, INF))), "mean": (((0, -1, 5),), ((NAN, 0, 0), (0, INF, 0))),
