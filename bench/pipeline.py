@@ -42,7 +42,6 @@ from run.session import named
 
 TIMES = "times this loader's CPU"
 AHEAD = 4  # batches at either end that the clock of images per second leaves out: no loader works further ahead
-MAX_BAD = 0.05  # the share of files that may be left out, as train.py has it
 
 
 @contextlib.contextmanager
@@ -78,7 +77,7 @@ def decodable(index: Index, count: int, **openers: Callable[[str], Any]) -> Inde
             collections.deque(evaluation_batches(index, samples, bad=bad, **how), maxlen=0)
         with ThreadPoolExecutor(threads) as pool:
             bad = {i: why for i, why in zip(samples.tolist(), pool.map(reason, samples), strict=True) if why} | bad
-        refuse_too_many(bad, index, MAX_BAD)
+        refuse_too_many(bad, index, RECIPES[PATH_RECIPE].max_bad)
         if bad:
             print(f"left out: {named((index.paths[i], why) for i, why in bad.items())}", file=sys.stderr)
         index, done = index.without(bad), stop - len(bad)
