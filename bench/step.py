@@ -201,6 +201,10 @@ def against_ceilings(found: dict, config: Config, ceilings: dict) -> dict:
 
 def conclusions(d: dict) -> dict:
     """A row and a bar for each mode; that of train.py on this device, with an ImageNet recipe, is a headline."""
+    if "rows" in d:  # what ``--variants`` has measured
+        from bench.variants import turns
+
+        return turns.conclusions(d)
     found, bars, recipe = [], [], d["recipe"]
     for mode in (mode for mode in MODES if mode in d):
         of, seconds = d[mode], d[mode]["step_seconds"]
