@@ -34,7 +34,8 @@ def _gelu(x):
     erf by Abramowitz and Stegun 7.1.26, off by 1.5e-7 at most: its exponential is that of the density.
     """
     density = tl.exp2(x * x * -0.7213475204444817)  # exp(-x^2 / 2)
-    t = 1 / (1 + 0.3275911 * 0.7071067811865476 * tl.abs(x))
+    t = 1 + 0.3275911 * 0.7071067811865476 * tl.abs(x)
+    t = tl.rsqrt(t * t)  # a reciprocal in one instruction
     tail = t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429)))
     tail = 0.5 * t * (0.254829592 + tail) * density
     below = tl.where(x >= 0, 1 - tail, tail)

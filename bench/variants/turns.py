@@ -189,7 +189,7 @@ def conclusions(d: dict) -> dict:
             continue
         saved = [f"{row['saved_ms']:+.2f} ms saved of {number(row['base']['p50'] * 1e3)}"]
         if "predicted_ms" in row:
-            saved.append(f"predicted for an H100 {row['predicted_ms']:+.2f}")
+            saved.append(f"predicted {row['predicted_ms']:+.2f}")
         same = (
             f"losses differ by {row['loss_difference']:.1e}, gradients by {row['gradient_distance']:.1e} from float32's"
         )

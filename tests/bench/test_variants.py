@@ -67,6 +67,17 @@ def test_interpreted_kernels_equal_float64(tmp_path):
             torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=1e-5, msg=lambda m, x=call[3]: f"{x}: {m}")
 
 
+def test_short_gelu_is_as_near_as_torchs():
+    """To float64, the derivative too."""
+    x = torch.linspace(-12, 12, 100_001, dtype=torch.float64, requires_grad=True)
+    short = x.detach().float().requires_grad_()
+    exact, near = nn.functional.gelu(x), blocks.ShortGelu()(short)
+    torch.testing.assert_close(near.double(), exact, rtol=0, atol=1e-6)
+    exact.sum().backward()
+    near.sum().backward()
+    torch.testing.assert_close(short.grad.double(), x.grad, rtol=0, atol=1e-6)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernels", ["norm", "gelu", "attention", "cublaslt", *mlp.TILES], ids=str)
 def test_kernels_in_half_precision(kernels):
