@@ -110,7 +110,7 @@ class Training:
             shared = [[self.key_network.get_parameter(name) for name in unit] for unit in units[:-1]]
             self.key_flat = FlatParameters(shared)
         # What a step calls; the networks themselves are what is saved and exported.
-        self.query, self.key = self.network, self.key_network
+        self.query, self.key, self.loss = self.network, self.key_network, contrastive_loss
         if self.half and not sharded:  # so that autocast casts no weight; FSDP casts by itself
             self.query = self.flat.working(self.network)
             self.key = self.key_network and self.key_flat.working(self.key_network)
@@ -173,7 +173,7 @@ class Training:
                 queries, projections, spread = self.query(patches, numbers)
                 with torch.no_grad():
                     keys = self.key(patches, numbers) if self.key is not None else projections
-                loss, similarity = contrastive_loss(queries, keys, self.config.temperature)
+                loss, similarity = self.loss(queries, keys, self.config.temperature)
             (loss / self.shares).backward()
             gradient = self.flat.collect()
         if self.shares > 1:  # all parameters at once: after a compiled backward pass there is nothing to overlap with
@@ -197,7 +197,7 @@ class Training:
         with self._autocast():  # one of its own: it keeps casts of weights, also those made without a graph
             queries, projections, spread = self.query.heads(features.requires_grad_())
             keys = keys if self.key is not None else projections
-            loss, similarity = contrastive_loss(queries, keys, self.config.temperature)
+            loss, similarity = self.loss(queries, keys, self.config.temperature)
         (loss / self.shares).backward()
         for number, piece in enumerate(pieces):
             with self._autocast():

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from bench.variants import cublaslt, mlp
 from bench.variants.columns import attention_backward, gelu_backward, norm_backward
+from bench.variants.one import one, one_backward
 from kernels import attention
 from model.encoder import PackedAttention
 
@@ -111,6 +112,22 @@ class _Attention(torch.autograd.Function):
         return dqkv, dbias.to(ctx.type), None
 
 
+class _One(torch.autograd.Function):
+    """``bias``: that of the product which wrote ``others``."""
+
+    @staticmethod
+    def forward(ctx, query, others, bias, heads):
+        ctx.save_for_backward(query, others)
+        ctx.heads, ctx.type = heads, bias.dtype
+        return one(query, others, heads)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        dquery, dothers = one_backward(*ctx.saved_tensors, gradient, ctx.heads)
+        values = _wide(gradient).flatten(0, 1).sum(0)
+        return dquery, dothers, torch.cat([torch.zeros_like(values), values]).to(ctx.type), None
+
+
 class _Mlp(torch.autograd.Function):
     """x [..., K]; weights in the type of x, biases in any. By the products of ``mlp``, or of ``cublaslt``."""
 
@@ -194,6 +211,16 @@ class BiasAttention(PackedAttention):
             return super().forward(x, **how)
         qkv = F.linear(x, self.qkv.weight, self.qkv.bias.detach())
         return self.proj(_Attention.apply(qkv, self.qkv.bias, self.num_heads))
+
+
+class OneAttention(PackedAttention):
+    """Ours, in whose place it is put where only the class token asks."""
+
+    def forward(self, x: Tensor, **how) -> Tensor:
+        sizes = self.attn_dim, 2 * self.attn_dim
+        (ask, answer), (ask_bias, answer_bias) = self.qkv.weight.split(sizes), self.qkv.bias.split(sizes)
+        query, others = F.linear(x[:, :1], ask, ask_bias), F.linear(x, answer, answer_bias.detach())
+        return self.proj(_One.apply(query, others, answer_bias, self.num_heads))
 
 
 class Chain(nn.Sequential):

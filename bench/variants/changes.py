@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from bench.products import NO_GPU, preferring, without_fp8
 from bench.variants import blocks, mlp
 from kernels.short_attention import suits
+from model import by_class_token
 from run.training import Training
 
 
@@ -52,7 +53,7 @@ def apply(names: list[str], training: Training) -> None:
         BY_NAME[name].apply(training, *networks)
 
 
-def compiled(network: nn.Module, **options) -> nn.Module:
+def compiled(network: Callable, **options) -> Callable:
     """As ``Training`` compiles it, with options of Inductor."""
     return torch.compile(network, dynamic=False, fullgraph=True, options=options)
 
@@ -90,6 +91,15 @@ def short_gelu(training: Training, *networks: nn.Module | None) -> None:
         for module in network.encoder.blocks.modules():
             if type(module) is nn.GELU:
                 module.__class__ = blocks.ShortGelu
+
+
+def compiled_loss(training: Training, *_) -> None:
+    training.loss = compiled(training.loss)
+
+
+def class_attention(training: Training, *networks: nn.Module | None) -> None:
+    for network in filter(None, networks):
+        network.encoder.blocks[-1].attn.__class__ = blocks.OneAttention
 
 
 def key_sums(training: Training, _, keys: nn.Module) -> None:
@@ -178,6 +188,12 @@ def with_our_attention(training: Training) -> str:
     return "" if ours or not training.on_gpu else "attention is torch's at this size"
 
 
+def with_class_token(training: Training) -> str:
+    if not by_class_token(training.network.encoder):
+        return "the last block is not for the class token alone"
+    return with_our_attention(training)
+
+
 def with_fused_mlp(training: Training) -> str:
     return mlp.missing(training.device) if training.on_gpu else ""
 
@@ -207,6 +223,9 @@ VARIANTS = (
             sums(blocks.sum_in_gelu), anywhere, place="MLP of queries"),
     Variant("attention-backward", "columns summed in the backward of attention", (0.3, 0.6),
             sums(blocks.sum_in_attention), with_our_attention),
+    Variant("class-attention", "attention of the class token by kernels of its own", (0.16, 0.32), class_attention,
+            with_class_token),
+    Variant("compiled-loss", "the loss compiled too", (0.08, 0.08), compiled_loss, on_gpu),
     Variant("fused-mlp", "GELU and its derivative inside of products (queries)", (2.6, 5.0), fused_mlp,
             with_fused_mlp, place="MLP of queries"),
     Variant("cublaslt-mlp", "GELU and its derivative in cuBLASLt's epilogues (queries, tanh form)", (2.6, 5.2),

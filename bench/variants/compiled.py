@@ -4,7 +4,7 @@ from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from bench.variants import columns, mlp
+from bench.variants import columns, mlp, one
 from kernels import short_attention
 
 PROCESSORS = 132  # an H100's
@@ -17,10 +17,13 @@ def compile_for(capability, *, width=384, hidden=1536, heads=6, tokens=50):
     stretches = {"mean": wide, "rstd": wide, "gamma": wide, "passing": half, "x": half}
     scales = {"qkv": half, "scale": "fp32", "unscale": "fp32"}
     sizes = short_attention.tile(tokens, width, heads)
+    ones = dict.fromkeys(("query", "others", "out", "gradient", "dquery", "dothers"), half) | scales
     jobs = [
         ("norm_backward", columns._norm_backward_kernel, columns.norm_tile(width)[0], backward | stretches),
         ("gelu_backward", columns._gelu_backward_kernel, columns.gelu_tile(hidden)[0], backward | {"x": half}),
         ("attention_backward", columns._attention_backward_kernel, sizes, backward | scales),
+        ("one", one._one_kernel, sizes, ones),
+        ("one_backward", one._one_backward_kernel, sizes, ones),
         ("sum", columns._sum_kernel, columns.SUM, {"partial": wide, "out": wide}),
     ]
     for tile in mlp.TILES if 90 <= capability < 120 else ():  # the shared memory of those cards, and their bulk copies

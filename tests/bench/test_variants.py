@@ -18,7 +18,7 @@ from torch import nn
 from bench import step
 from bench.compile import _nvidia
 from bench.step import Synthetic
-from bench.variants import blocks, columns, compiled, cublaslt, mlp, turns
+from bench.variants import blocks, columns, compiled, cublaslt, mlp, one, turns
 from bench.variants.changes import BY_NAME, VARIANTS, apply, compatible
 from bench.variants.turns import SMALL, course
 from run.recipes import RECIPES
@@ -51,6 +51,8 @@ def kernel_cases():
     for launch, refer, *args in (
         (columns._launch_gelu, columns._refer_gelu, random(45, 300), 2 * random(45, 300)),
         (columns._launch_attention, columns._refer_attention, 2 * random(3, 17, 96), random(3, 17, 32), 2),
+        (one._launch, one._refer, random(3, 1, 32), random(3, 17, 64), 2),
+        (one._launch_backward, one._refer_backward, random(3, 1, 32), random(3, 17, 64), random(3, 1, 32), 2),
         (mlp.launch_up, mlp._refer_up, random(37, 20), random(72, 20), random(72)),
         (mlp.launch_down_backward, mlp._refer_down_backward, random(37, 20), random(20, 72), random(37, 72)),
     ):
@@ -79,7 +81,7 @@ def test_short_gelu_is_as_near_as_torchs():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernels", ["norm", "gelu", "attention", "cublaslt", *mlp.TILES], ids=str)
+@pytest.mark.parametrize("kernels", ["norm", "gelu", "attention", "one", "cublaslt", *mlp.TILES], ids=str)
 def test_kernels_in_half_precision(kernels):
     """Distance to the float64 result of the same inputs, relative, at most 1.5 times that of torch's own operations in
     bfloat16; twice the same bits."""
@@ -98,6 +100,12 @@ def test_kernels_in_half_precision(kernels):
         cases = [(columns._launch_norm, columns._refer_norm, dy, random(rows, width), x, mean, rstd, random(width))]
     elif kernels == "gelu":
         cases = [(columns._launch_gelu, columns._refer_gelu, random(rows, hidden), random(rows, hidden))]
+    elif kernels == "one":
+        query, others = random(37, 1, width), random(37, 50, 2 * width)
+        cases = [
+            (one._launch, one._refer, query, others, 6),
+            (one._launch_backward, one._refer_backward, query, others, random(37, 1, width), 6),
+        ]
     elif kernels == "cublaslt":
         cases = [
             (cublaslt.up, cublaslt._refer_up, x, wide / width**0.5, random(hidden)),
@@ -128,13 +136,13 @@ def test_variants_take_the_steps_of_the_base(tmp_path, capsys):
     together = rows["together"]
     assert set(rows) == {*BY_NAME, "together"}
     for row in rows.values():
-        missing = row["name"] in ("autotune", "cublaslt", "key-sums")
+        missing = row["name"] in ("autotune", "cublaslt", "key-sums", "compiled-loss")
         assert ("not_run" in row) == missing and row.get("within") == (None if missing else True), row
     assert "key-gelu" in together["applied"] and "fp8-keys" not in together["applied"]
     places = [BY_NAME[name].place or name for name in together["applied"]]
-    assert len(places) == len(set(places)) == len({variant.place or variant.name for variant in VARIANTS}) - 3
+    assert len(places) == len(set(places)) == len({variant.place or variant.name for variant in VARIANTS}) - 4
     texts = [row["result"] for row in json.loads(path.read_text())["findings"]]
-    assert sum(text.startswith("not run: needs an NVIDIA GPU") for text in texts) == 3
+    assert sum(text.startswith("not run: needs an NVIDIA GPU") for text in texts) == 4
     assert step.main(["--smoke", "--variants", "key-gelu", "gelu"]) == 2
     assert "--variants gelu: expected some of autotune, " in capsys.readouterr().err
 
