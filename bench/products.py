@@ -7,8 +7,11 @@ How:
 
 - ``default``, ``cublas``, ``cublaslt``: torch's product, by the library it picks or that is preferred; forward with the
   bias (which torch gives to cuBLASLt whatever is preferred). ``no bias``: forward without.
+- ``fastest``: the fastest of cuBLASLt's proposals, measured in the process, where torch takes the first
+  (``bench/variants/cublaslt.py``); ``tried``: how many, ``workspace_bytes``: of that one; ``without workspace``: of
+  those that have none.
 - of the layer before GELU: ``then GELU``: forward and GELU, one after the other; ``GELU inside``: cuBLASLt's epilogue
-  (tanh form, nothing kept for a backward pass).
+  (tanh form, nothing kept for a backward pass); ``GELU inside, fastest``: as above.
 - of the layer behind GELU: ``then derivative``: the gradient of the input and the derivative of GELU, one after the
   other, from its input.
 - ``GELU inside, kept``, ``derivative inside``, ``bias inside``: the same with what a backward pass needs, and the
@@ -79,6 +82,10 @@ def alternatives(name: str, x: Tensor, weight: Tensor, bias: Tensor) -> dict[tup
         calls[what, "default"] = call
         for library in LIBRARIES[1:]:
             calls[what, library] = preferring(library, call) if on_gpu else NO_GPU
+    operands = {"forward": (x, weight, bias), "input": (out, weight), "weight": (out, x)}
+    for what, tensors in operands.items():
+        for how, limits in (("fastest", cublaslt.LIMITS), ("fastest without workspace", (0,))):
+            calls[what, how] = cublaslt.plain(what, *tensors, limits=limits) if on_gpu else NO_GPU
     calls["weight", "then bias"] = lambda: (out.t() @ x, out.sum(0))
     calls["weight", "bias inside"] = functools.partial(cublaslt.weights, out, x) if on_gpu else NO_GPU
     calls["forward", "no bias"] = lambda: x @ weight.t()
@@ -86,6 +93,8 @@ def alternatives(name: str, x: Tensor, weight: Tensor, bias: Tensor) -> dict[tup
         calls["forward", "then GELU"] = lambda: F.gelu(F.linear(x, weight, bias))
         inside = lambda: torch._addmm_activation(bias, x, weight.t(), use_gelu=True)  # noqa: E731
         calls["forward", "GELU inside"] = inside if on_gpu else NO_GPU
+        fastest = functools.partial(cublaslt.plain, "forward", x, weight, bias, gelu=True)
+        calls["forward", "GELU inside, fastest"] = fastest() if on_gpu else NO_GPU
         calls["forward", "GELU inside, kept"] = functools.partial(cublaslt.up, x, weight, bias) if on_gpu else NO_GPU
     if name == "fc2":
         before = torch.randn_like(x)
@@ -122,6 +131,8 @@ def rows_of(recipe: str, batch: int, device: torch.device, seconds: float) -> It
         for (what, how), call in calls.items():
             row = {"recipe": recipe, "layer": name, "shape": f"{rows} x {i} x {o}", "pass": what, "how": how}
             time = times.get((what, how), {"not_run": call})
+            if isinstance(product := getattr(call, "func", None), cublaslt.Product) and product.chosen:
+                row |= {"tried": product.tried, "workspace_bytes": product.chosen[1]}
             if "p50" in time:
                 row |= {f"{p}_us": time[p] * 1e6 for p in ("p20", "p50", "p80")}
                 row |= {"flop_per_second": 2 * rows * i * o / time["p50"]}
@@ -138,7 +149,10 @@ def conclusions(d: dict) -> dict:
         (how, first), *others = ways.items()  # the first by default, unless that failed
         rate = f"{number(first['flop_per_second'] / 1e12)} TFLOP/s, {number(first['p50_us'])} us"
         rate += f" ({how})" * (how != "default")
-        others = (f"{how} {number(row['p50_us'])} us" for how, row in others)
+        others = (
+            f"{how} {number(row['p50_us'])} us" + (f" ({row['tried']} tried)" if "tried" in row else "")
+            for how, row in others
+        )
         found.append(finding(f"product {layer}, {what}, {recipe} ({first['shape']}, {d['dtype']})", rate, *others))
     for row in measured:
         rates = (row["flop_per_second"] * row["p50_us"] / row[f"{p}_us"] / 1e12 for p in ("p50", "p80", "p20"))
@@ -155,7 +169,7 @@ def main(arguments: list[str]) -> int:
     options.add_argument("--recipe", choices=MODELS, nargs="+", default=list(MODELS))
     options.add_argument("--batch-size", type=int, default=512, help="images per step")
     options = options.parse_args(arguments)
-    device, batch, seconds = environment.device(), options.batch_size, 1.0
+    device, batch, seconds = environment.device(), options.batch_size, 0.5
     if options.smoke:
         batch, seconds = 2, 0.01
     best = matrix_product(device, 0.1 if options.smoke else 1)
@@ -164,7 +178,7 @@ def main(arguments: list[str]) -> int:
         for _, rows in itertools.groupby(rows_of(recipe, batch, device, seconds), lambda row: row["layer"]):
             result["rows"] += rows
             environment.save(options, result | conclusions(result))
-    columns = ("recipe", "layer", "shape", "pass", "how", "p20_us", "p50_us", "p80_us")
+    columns = ("recipe", "layer", "shape", "pass", "how", "tried", "workspace_bytes", "p20_us", "p50_us", "p80_us")
     environment.print_table([
         {column: row.get(column) for column in columns}
         | {"TFLOP/s": row.get("flop_per_second", 0) / 1e12 or None, "why none": without_figures(row)}

@@ -169,6 +169,24 @@ class _Linear(torch.autograd.Function):
         return gradient @ weight, dw, db.to(ctx.type)
 
 
+class _FastLinear(torch.autograd.Function):
+    """The same by the fastest products."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        ctx.type = bias.dtype
+        return cublaslt.linear(x.flatten(0, -2), weight, bias.to(x.dtype)).unflatten(0, x.shape[:-1])
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        rows = gradient.flatten(0, -2)
+        dx = cublaslt.linear_input(rows, weight).view_as(x)
+        dw = cublaslt.linear_weight(rows, x.flatten(0, -2))
+        return dx, dw, rows.sum(0).to(ctx.type) if ctx.needs_input_grad[2] else None
+
+
 class ForeignBias(nn.Linear):
     """A linear layer whose bias gets its gradient from what comes behind."""
 
@@ -196,6 +214,14 @@ class LibraryMlp(FusedMlp):
     """The same by cuBLASLt, with GELU in its tanh form."""
 
 
+class FastLinear(nn.Linear):
+    """A linear layer by the fastest products, which are of the type ``kind``; ``foreign``: as ``ForeignBias``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.bias.detach() if self.foreign else self.bias
+        return _FastLinear.apply(x.to(self.kind), self.weight.to(self.kind), bias)
+
+
 class SummedLinear(nn.Linear):
     """A linear layer whose weight and bias get their gradients from one product; ``kind``: the type of its products."""
 
@@ -209,8 +235,7 @@ class BiasAttention(PackedAttention):
     def forward(self, x: Tensor, **how) -> Tensor:
         if any(how.values()):
             return super().forward(x, **how)
-        qkv = F.linear(x, self.qkv.weight, self.qkv.bias.detach())
-        return self.proj(_Attention.apply(qkv, self.qkv.bias, self.num_heads))
+        return self.proj(_Attention.apply(self.qkv(x), self.qkv.bias, self.num_heads))
 
 
 class OneAttention(PackedAttention):
@@ -250,7 +275,7 @@ def sum_in_gelu(vit: VisionTransformer) -> None:
 def sum_in_attention(vit: VisionTransformer) -> None:
     for module in vit.blocks.modules():
         if isinstance(module, PackedAttention):
-            module.__class__ = BiasAttention
+            module.__class__, module.qkv.__class__ = BiasAttention, ForeignBias
 
 
 def sum_in_norms(vit: VisionTransformer) -> None:
@@ -283,8 +308,9 @@ class KeyMlp(Mlp):
     """timm's MLP, in whose place it is put, with GELU at the end of the first product; ``kind``: the products' type."""
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.flatten(0, -2).to(self.kind)
-        a = linear_gelu(rows, self.fc1.weight.to(self.kind), self.fc1.bias.to(self.kind))
+        operands = x.flatten(0, -2).to(self.kind), self.fc1.weight.to(self.kind), self.fc1.bias.to(self.kind)
+        fast = isinstance(self.fc1, FastLinear)
+        a = cublaslt.linear(*operands, gelu=True) if fast else linear_gelu(*operands)
         return self.fc2(a).unflatten(0, x.shape[:-1])
 
 
@@ -342,6 +368,15 @@ def put(vit: VisionTransformer, old: type, new: type, kind: torch.dtype) -> None
     for module in vit.blocks.modules():
         if isinstance(module, old):
             module.__class__, module.kind = new, kind
+
+
+def fast_products(vit: VisionTransformer, kind: torch.dtype) -> None:
+    """In all layers of the blocks whose products no other variant has taken over; behind those variants."""
+    for module in vit.blocks.modules():
+        for layer in () if isinstance(module, FusedMlp) else module.children():
+            if type(layer) in (nn.Linear, ForeignBias):
+                foreign = isinstance(layer, ForeignBias)
+                layer.__class__, layer.kind, layer.foreign = FastLinear, kind, foreign
 
 
 def fp8(vit: VisionTransformer, kind: torch.dtype) -> Callable[[], None]:

@@ -112,6 +112,11 @@ def key_gelu(training: Training, _, keys: nn.Module) -> None:
     blocks.put(keys.encoder, Mlp, blocks.KeyMlp, kind(training))
 
 
+def fastest_products(training: Training, *networks: nn.Module | None) -> None:
+    for network in filter(None, networks):
+        blocks.fast_products(network.encoder, kind(training))
+
+
 def fp8_keys(training: Training, _, keys: nn.Module) -> None:
     rescale, key = blocks.fp8(keys.encoder, kind(training)), training.key
 
@@ -231,10 +236,12 @@ VARIANTS = (
     Variant("cublaslt-mlp", "GELU and its derivative in cuBLASLt's epilogues (queries, tanh form)", (2.6, 5.2),
             library_mlp, anywhere, 0.999, place="MLP of queries"),
     Variant("weight-bias", "biases' gradients in the epilogue of their weights' products", (1.4, 2.7), weight_bias,
-            anywhere),
+            anywhere, place="layers of queries"),
     Variant("key-gelu", "GELU in cuBLASLt's epilogue (keys, tanh form)", (1.2, 2.7), key_gelu, with_keys, 0.999,
             place="MLP of keys"),
     Variant("fp8-keys", "products in fp8 (keys)", (0.8, 3.7), fp8_keys, with_fp8, 0.9, place="MLP of keys"),
+    Variant("fastest-products", "linear layers by the fastest of cuBLASLt's proposals", (0.6, 0.6), fastest_products,
+            anywhere, place="layers of queries"),
     Variant("key-stream", "keys on a second stream", (0.7, 1.0), key_stream, with_keys),
     Variant("one-embedding", "frozen patch embedding once for both networks", (0.05, 0.1), one_embedding,
             with_frozen_embedding),
