@@ -93,8 +93,8 @@ class _AddNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, passing, gradient):
         total, mean, rstd, gamma = ctx.saved_tensors
-        ds, sums = norm_backward(gradient, passing, total, mean, rstd, gamma)
-        dgamma, dbeta, dbias = sums.unbind()
+        ds, dnorm, dbias = norm_backward(gradient, passing, total, mean, rstd, gamma)
+        dgamma, dbeta = dnorm.unflatten(0, (2, -1)).unbind()
         bias, norm = ctx.types
         return ds, ds, dbias.to(bias), dgamma.to(norm), dbeta.to(norm), None
 

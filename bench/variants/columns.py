@@ -117,14 +117,18 @@ def _attention_backward_kernel(
 
 
 @triton.jit
-def _sum_kernel(partial, out, rows, columns, R: tl.constexpr, C: tl.constexpr):
+def _sum_kernel(partial, wide, out, rows, columns, wide_columns, R: tl.constexpr, C: tl.constexpr):
+    """The first sums go to ``wide``, in float32, the others to ``out``."""
     c = tl.program_id(0) * C + tl.arange(0, C)
     total = tl.zeros([R, C], tl.float32)
     for start in range(0, rows, R):
         r = start + tl.arange(0, R)
         known = (r < rows)[:, None] & (c < columns)[None, :]
         total += tl.load(partial + r[:, None] * columns + c[None, :], mask=known, other=0.0)
-    tl.store(out + c, tl.sum(total, axis=0), mask=c < columns)
+    found = tl.sum(total, axis=0)
+    tl.store(wide + c, found, mask=c < wide_columns)
+    c -= wide_columns
+    tl.store(out + c, found.to(out.dtype.element_ty), mask=(c >= 0) & (c < columns - wide_columns))
 
 
 def gelu_tile(columns: int) -> tuple[dict, int]:
@@ -144,12 +148,13 @@ def _shares(rows: int, sizes: dict, programs: int) -> tuple[int, int]:
     return triton.cdiv(rows, each), each
 
 
-def _launch_sum(partial):
-    """Columns of [programs, ...], added up in float32."""
-    columns = partial[0].numel()
-    out = torch.empty(*partial.shape[1:], dtype=torch.float32, device=partial.device)
-    _sum_kernel[(triton.cdiv(columns, SUM["C"]),)](partial, out, len(partial), columns, **SUM)
-    return out
+def _launch_sum(partial, dtype, wide_columns=0):
+    """Columns of [programs,N], added up in float32: the first as they are, the others in another type."""
+    programs, columns = partial.shape
+    wide = torch.empty(wide_columns, dtype=torch.float32, device=partial.device)
+    out = torch.empty(columns - wide_columns, dtype=dtype, device=partial.device)
+    _sum_kernel[(triton.cdiv(columns, SUM["C"]),)](partial, wide, out, programs, columns, wide_columns, **SUM)
+    return wide, out
 
 
 def _launch_gelu(gradient, x):
@@ -161,7 +166,7 @@ def _launch_gelu(gradient, x):
     with torch.cuda.device_of(out):
         grid = triton.cdiv(columns, sizes["C"]), programs
         _gelu_backward_kernel[grid](gradient, x, out, partial, rows, each, **sizes)
-        return out, _launch_sum(partial)
+        return out, _launch_sum(partial, x.dtype)[1]
 
 
 def _launch_norm(gradient, passing, x, mean, rstd, gamma):
@@ -169,11 +174,11 @@ def _launch_norm(gradient, passing, x, mean, rstd, gamma):
     (sizes, programs), rows = norm_tile(width), x.numel() // width
     programs, each = _shares(rows, sizes, programs)
     out = torch.empty(*x.shape, dtype=x.dtype, device=x.device)
-    partial = torch.empty(programs, 3, width, dtype=torch.float32, device=x.device)
+    partial = torch.empty(programs, 3 * width, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(out):
         more = mean.contiguous(), rstd.contiguous(), gamma.contiguous()
         _norm_backward_kernel[(programs,)](gradient, passing, x, *more, out, partial, rows, each, **sizes)
-        return out, _launch_sum(partial)
+        return out, *_launch_sum(partial, x.dtype, 2 * width)
 
 
 def _launch_attention(qkv, gradient, heads):
@@ -184,11 +189,12 @@ def _launch_attention(qkv, gradient, heads):
     scale = sizes["D"] ** -0.5
     with torch.cuda.device_of(out):
         _attention_backward_kernel[(b, heads)](qkv, gradient, out, partial, scale * _LOG2_E, scale, **sizes)
-        return out, _launch_sum(partial)
+        return out, _launch_sum(partial, qkv.dtype)[1]
 
 
-def _columns(x):
-    return x.to(torch.promote_types(x.dtype, torch.float32)).flatten(0, -2).sum(0)
+def _columns(x, dtype=None):
+    """Added up in float32 or better; in ``dtype``, by default that of x."""
+    return x.to(torch.promote_types(x.dtype, torch.float32)).flatten(0, -2).sum(0).to(dtype or x.dtype)
 
 
 def _refer_gelu(gradient, x):
@@ -200,7 +206,8 @@ def _refer_norm(gradient, passing, x, mean, rstd, gamma):
     n = (x - mean) * rstd
     g = gradient * gamma
     out = passing + rstd * (g - g.mean(-1, keepdim=True) - n * (g * n).mean(-1, keepdim=True))
-    return out.to(x.dtype), torch.stack([_columns(part) for part in (gradient * n, gradient, out)])
+    dnorm = torch.cat([_columns(part, mean.dtype) for part in (gradient * n, gradient)])
+    return out.to(x.dtype), dnorm, _columns(out, x.dtype)
 
 
 def _refer_attention(qkv, gradient, heads):
@@ -217,8 +224,9 @@ def gelu_backward(gradient: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("aps_bench::norm_backward", mutates_args=(), device_types="cpu")
 def norm_backward(
     gradient: Tensor, passing: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, gamma: Tensor
-) -> tuple[Tensor, Tensor]:
-    """ds, and dgamma, dbeta and the columns' sums of ds, [3,D]; mean and rstd [...,1], all else [...,D], gamma [D]."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """ds; dgamma and dbeta, [2*D] in the type of mean and rstd [...,1]; the columns' sums of ds [D]. All else [...,D],
+    gamma [D]."""
     return (_launch_norm if INTERPRET else _refer_norm)(gradient, passing, x, mean, rstd, gamma)
 
 
@@ -233,11 +241,15 @@ norm_backward.register_kernel("cuda")(_launch_norm)
 attention_backward.register_kernel("cuda")(_launch_attention)
 
 
-def _like(x, *shape):
-    sums = x.new_empty(*shape, x.shape[-1], dtype=torch.promote_types(x.dtype, torch.float32))
-    return torch.empty_like(x, memory_format=torch.contiguous_format), sums
+def _like(x):
+    return torch.empty_like(x, memory_format=torch.contiguous_format), x.new_empty(x.shape[-1])
+
+
+@norm_backward.register_fake
+def _(gradient, passing, x, mean, rstd, gamma):
+    out, sums = _like(x)
+    return out, mean.new_empty(2 * len(sums)), sums
 
 
 gelu_backward.register_fake(lambda gradient, x: _like(x))
-norm_backward.register_fake(lambda gradient, passing, x, mean, rstd, gamma: _like(x, 3))
 attention_backward.register_fake(lambda qkv, gradient, heads: _like(qkv))

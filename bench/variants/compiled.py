@@ -24,7 +24,7 @@ def compile_for(capability, *, width=384, hidden=1536, heads=6, tokens=50):
         ("attention_backward", columns._attention_backward_kernel, sizes, backward | scales),
         ("one", one._one_kernel, sizes, ones),
         ("one_backward", one._one_backward_kernel, sizes, ones),
-        ("sum", columns._sum_kernel, columns.SUM, {"partial": wide, "out": wide}),
+        ("sum", columns._sum_kernel, columns.SUM, {"partial": wide, "wide": wide, "out": half}),
     ]
     for tile in mlp.TILES if 90 <= capability < 120 else ():  # the shared memory of those cards, and their bulk copies
         name, sizes = f"{tile.BM}x{tile.BN}x{tile.num_stages}", mlp.sizes(tile, PROCESSORS)

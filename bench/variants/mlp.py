@@ -134,7 +134,7 @@ def launch_down_backward(gradient, weight, slope, tile=TILES[0]):
     with torch.cuda.device_of(dh):
         slope, out = of(slope.contiguous(), part), of(dh, part)
         _down_backward_kernel[(constants["PROGRAMS"],)](gradient, weight, slope, out, partial, m, n, k, **constants)
-        return dh, _launch_sum(partial)
+        return dh, _launch_sum(partial, dh.dtype)[1]
 
 
 def _refer_up(x, weight, bias):
@@ -170,6 +170,4 @@ def _(x, weight, bias):
 
 @down_backward.register_fake
 def _(gradient, weight, slope):
-    return torch.empty_like(slope), slope.new_empty(
-        slope.shape[1], dtype=torch.promote_types(slope.dtype, torch.float32)
-    )
+    return torch.empty_like(slope), slope.new_empty(slope.shape[1])
