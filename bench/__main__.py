@@ -29,6 +29,7 @@ SUBJECTS = {
     "learning": "the table of learning.sh: what pretraining is worth, against training from scratch",
     "labels": "the table of labels.sh: what pretraining is worth where labels are few",
     "train": "train.py end to end, and the share of time it waits for data (needs DALI and tyro)",
+    "waits": "what train.py waits for where it waits for data: in several ways, and a trace (needs DALI and tyro)",
     "all": "every subject in sequence, each behind its tests, to one folder",
     "report": "all results as a page, plots and the tables of README and docs/ (needs matplotlib)",
     "compare": "two results, folders of results or commits: ratios; exits with 1 where one is slower",

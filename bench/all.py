@@ -96,7 +96,7 @@ STAGES = {
     3: (
         Part("data_tests", f"gpu_tests --files {DATA_TESTS}", 120),
         Part("train", TRAIN, 150, images=True, behind="data_tests"),
-        Part("pipeline", "pipeline", 90, images=True, behind="data_tests"),
+        Part("waits", "waits", 130, images=True, behind="data_tests"),
     ),
     4: (
         Part("products", "products", 100),
@@ -112,6 +112,7 @@ STAGES = {
         Part("program_tests", "gpu_tests --workers 3 --files test_survival.py test_finetune.py test_detect.py", 150),
         Part("kinds", "kinds", 75),
         Part("host", "host", 40),
+        Part("pipeline", "pipeline", 90, images=True),
         Part("step_vit_s_2048", f"{STEP_S} 2048 --modes graph", 120, where="gpu"),
     ),
 }

@@ -36,8 +36,7 @@ STAGES = {  # keys that the result of each part has to have, where it is run
     },
     2: {"variant_tests": TESTS, "step_vit_b": STEP},
     3: {
-        "data_tests": TESTS, "train": {"pairs_per_second", "data_wait", "metrics"},
-        "pipeline": {"recipe", "rates", "stages", "parity"},
+        "data_tests": TESTS, "train": {"pairs_per_second", "data_wait", "metrics"}, "waits": {"runs"},
     },
     4: {
         "products": {"rows", "best_flop_per_second"}, "sanitizer": {"rows", "not_run"},
@@ -46,6 +45,7 @@ STAGES = {  # keys that the result of each part has to have, where it is run
     5: {"step_vit_s_1024": STEP},
     6: {
         "program_tests": TESTS, "kinds": {"rows"}, "host": {"next_ms", "checkpoint_ms"}, "step_vit_s_2048": STEP,
+        "pipeline": {"recipe", "rates", "stages", "parity"},
     },
 }  # fmt: skip
 # All parts in one process, where each would import torch again; first those that have to do without DALI and tyro.
