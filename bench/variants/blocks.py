@@ -18,6 +18,7 @@ from bench.variants.columns import attention_backward, gelu_backward, norm_backw
 from bench.variants.one import one, one_backward
 from kernels import attention
 from model.encoder import PackedAttention
+from model.key_mlp import KeyMlp
 
 
 def _below(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -288,29 +289,12 @@ def sum_in_norms(vit: VisionTransformer) -> None:
     vit.blocks = nn.Sequential(Chain(*blocks), last)
 
 
-@torch.library.custom_op("aps_bench::linear_gelu", mutates_args=(), device_types="cpu")
-def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """GELU, in its tanh form, of x W^T + b: [M,N] from x [M,K], W [N,K], b [N], all of one type."""
-    return F.gelu(F.linear(x, weight, bias), approximate="tanh")
-
-
-@linear_gelu.register_kernel("cuda")
-def _(x, weight, bias):
-    return torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
-
-
-@linear_gelu.register_fake
-def _(x, weight, bias):
-    return x.new_empty(len(x), len(weight))
-
-
-class KeyMlp(Mlp):
-    """timm's MLP, in whose place it is put, with GELU at the end of the first product; ``kind``: the products' type."""
+class FastKeyMlp(KeyMlp):
+    """That of keys, whose first layer is a ``FastLinear``."""
 
     def forward(self, x: Tensor) -> Tensor:
-        operands = x.flatten(0, -2).to(self.kind), self.fc1.weight.to(self.kind), self.fc1.bias.to(self.kind)
-        fast = isinstance(self.fc1, FastLinear)
-        a = cublaslt.linear(*operands, gelu=True) if fast else linear_gelu(*operands)
+        rows = x.flatten(0, -2).to(self.kind)
+        a = cublaslt.linear(rows, self.fc1.weight.to(self.kind), self.fc1.bias.to(self.kind), gelu=True)
         return self.fc2(a).unflatten(0, x.shape[:-1])
 
 
@@ -377,11 +361,16 @@ def fast_products(vit: VisionTransformer, kind: torch.dtype) -> None:
             if type(layer) in (nn.Linear, ForeignBias):
                 foreign = isinstance(layer, ForeignBias)
                 layer.__class__, layer.kind, layer.foreign = FastLinear, kind, foreign
+        if isinstance(module, KeyMlp):
+            module.__class__ = FastKeyMlp
 
 
 def fp8(vit: VisionTransformer, kind: torch.dtype) -> Callable[[], None]:
     """Products of all blocks but the last, which computes only what is read, in fp8. What it returns makes all scales
     before each pass, at once, as for each layer they would be launches of their own; of inputs they are 1 at first."""
+    for module in vit.blocks[:-1].modules():
+        if isinstance(module, KeyMlp):  # which would not ask its first layer
+            module.__class__ = Mlp
     layers = [module for block in vit.blocks[:-1] for module in block.modules() if isinstance(module, nn.Linear)]
     weights = [layer.weight for layer in layers]
     largest = weights[0].new_full((len(layers),), LARGEST / MARGIN, dtype=torch.float32)

@@ -24,6 +24,7 @@ from bench.step import Synthetic
 from bench.variants import blocks, columns, compiled, cublaslt, mlp, one, turns
 from bench.variants.changes import BY_NAME, VARIANTS, apply, compatible
 from bench.variants.turns import SMALL, course
+from model import key_mlp
 from run.recipes import RECIPES
 from run.training import Training
 from tests.kernels.interpreter import interpret, with_constant
@@ -194,7 +195,9 @@ def test_products_of_a_library_have_the_gradients_of_the_layers():
     for other in found[1:]:
         torch.testing.assert_close(other, found[0])
     assert type(mlp[0].fc1) is blocks.FastLinear
-    blocks.put(SimpleNamespace(blocks=mlp), Mlp, blocks.KeyMlp, x.dtype)
+    key_mlp.gelu_in_products(mlp, x.dtype)
+    blocks.fast_products(SimpleNamespace(blocks=mlp), x.dtype)
+    assert type(mlp[0]) is blocks.FastKeyMlp
     torch.testing.assert_close(mlp(x), found[0][0])
 
 

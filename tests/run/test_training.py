@@ -9,10 +9,11 @@ import pytest
 import timm
 import torch
 from conftest import on_ranks
+from timm.layers import Mlp
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import Optimizer, clip_units
+from model import Optimizer, clip_units, key_mlp
 from pipeline import Batch
 from run.recipes import RECIPES, momentum_coefficient
 from run.training import Training, encoder_arguments
@@ -152,6 +153,22 @@ def test_weights_run_in_copies_that_the_update_makes():
             assert types[torch.bfloat16] >= {"qkv", "proj", "fc1", "fc2"} and "norm1" in types[torch.float32]
     steps = [x.step(*given[1], 0.5)[0][0] for x in (training, other)]
     assert torch.equal(*steps) and same(state(training), state(other))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_keys_with_gelu_in_their_products_are_the_keys(device, monkeypatch):
+    """Nearly; queries are the same, and what a checkpoint has is untouched."""
+    config, keys = dataclasses.replace(CONFIG, batch_size=16, depth=2, precision="bfloat16"), []
+    for there in (False, True):
+        monkeypatch.setattr(key_mlp, "pays", lambda _, there=there: there)
+        training = Training(config, torch.device(device), compiled=False)
+        kinds = [
+            type(network.encoder.blocks[0].mlp) for network in (training.key, training.query, training.key_network)
+        ]
+        assert kinds == [key_mlp.KeyMlp if there else Mlp, Mlp, Mlp]
+        with torch.no_grad(), torch.autocast(device, torch.bfloat16):
+            keys.append(training.key(*groups(training, device)[0]).float())
+    assert torch.cosine_similarity(*keys, dim=-1).mean() > 0.999 and not torch.equal(*keys)
 
 
 def noted_gradients(training):

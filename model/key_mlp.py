@@ -1,0 +1,50 @@
+"""The MLPs of the momentum network on a GPU: GELU at the end of their first product, not in a pass of its own.
+
+cuBLASLt has GELU in its tanh form alone, off by 5e-4 at most. Keys differ by that (a cosine of .9997 to the exact ones
+on an H200, at weights of the start, in bfloat16); what is trained and exported has torch's GELU. Accuracy with and
+without, and the time that it takes off a step: ``bench/LOG.md``, ``key-gelu``.
+"""
+
+import torch
+import torch.nn.functional as F
+from timm.layers import Mlp
+from torch import Tensor, nn
+
+
+@torch.library.custom_op("aps::linear_gelu", mutates_args=(), device_types="cpu")
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """GELU, in its tanh form, of x W^T + b: [M,N] from x [M,K], W [N,K], b [N], all of one type."""
+    return F.gelu(F.linear(x, weight, bias), approximate="tanh")
+
+
+@linear_gelu.register_kernel("cuda")
+def _(x, weight, bias):
+    return torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
+
+
+@linear_gelu.register_fake
+def _(x, weight, bias):
+    return x.new_empty(len(x), len(weight))
+
+
+class KeyMlp(Mlp):
+    """timm's MLP, in whose place it is put, without gradient; ``kind``: the type of its products."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2).to(self.kind)
+        a = linear_gelu(rows, self.fc1.weight.to(self.kind), self.fc1.bias.to(self.kind))
+        return self.fc2(a).unflatten(0, x.shape[:-1])
+
+
+def gelu_in_products(network: nn.Module, kind: torch.dtype) -> None:
+    """In all MLPs that are two layers with biases, torch's GELU between them and nothing else."""
+    for module in network.modules():
+        if type(module) is Mlp and type(module.act) is nn.GELU and module.fc1.bias is not None:
+            more = [part for part in (module.drop1, module.norm, module.drop2) if getattr(part, "p", 1)]
+            if all(isinstance(part, nn.Identity) for part in more):
+                module.__class__, module.kind = KeyMlp, kind
+
+
+def pays(device: torch.device) -> bool:
+    """Where it has been measured to: on GPUs of compute capability 9."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
