@@ -14,6 +14,7 @@ SUBJECTS = {
     "step": "the optimizer step on synthetic crops: against the plain form and the roofline; memory; profile",
     "big": "a step, a checkpoint and the memory of a rank for large models, on one rank and sharded over two",
     "products": "the products of a block, shape by shape: libraries, GELU inside, fp8",
+    "passes": "what lies between the products: norms, GELU, attention of the class token, as compiled and by kernels",
     "baselines": "a training step of APS beside MoCo v3, MAE, SimMIM and iBOT: FLOPs, memory, time",
     "once": "every kernel once, for the two that follow",
     "sanitizer": "compute-sanitizer on every kernel: reads and writes beside the memory, races of the sampler",

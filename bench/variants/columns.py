@@ -13,6 +13,8 @@ The forward pass is plain torch, which the compiler fuses as it did, to the same
 number, norm 8 (with ``gs`` read and ds written once, for both ways on), attention 14 per token and dimension.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -22,8 +24,24 @@ from kernels import reference
 from kernels.checks import INTERPRET
 from kernels.short_attention import _LOG2_E, _tile, _weights, tile
 
+
+class Tile(NamedTuple):
+    """``elements`` of a program's step; ``times``: ``PROGRAMS``."""
+
+    warps: int = 4
+    elements: int = 2048
+    times: int = 1
+
+    def __str__(self) -> str:
+        return (
+            f"{self.elements} elements on {self.warps} warp{'s' * (self.warps > 1)}, {self.times * PROGRAMS} programs"
+        )
+
+
 PROGRAMS = 528  # four for each of the 132 multiprocessors of an H100; a number of its own keeps sums the same elsewhere
-TILE = 2048  # elements of a program's step: 16 a thread
+# The first is what variants take, the others what ``bench passes`` tries too.
+GELU_TILES = Tile(), Tile(times=2), Tile(times=4), Tile(elements=1024, times=2)
+NORM_TILES = Tile(), Tile(1, 512, 4), Tile(2, 512, 4), Tile(2, 1024, 2)
 SUM = {"R": 128, "C": 32, "num_warps": 4}  # of the second pass
 
 
@@ -131,15 +149,17 @@ def _sum_kernel(partial, wide, out, rows, columns, wide_columns, R: tl.constexpr
     tl.store(out + c, found.to(out.dtype.element_ty), mask=(c >= 0) & (c < columns - wide_columns))
 
 
-def gelu_tile(columns: int) -> tuple[dict, int]:
+def gelu_tile(columns: int, tile: Tile = GELU_TILES[0]) -> tuple[dict, int]:
     """Sizes of a program, and how many of them share the rows."""
-    return {"N": columns, "R": 8, "C": TILE // 8, "num_warps": 4}, max(1, PROGRAMS // triton.cdiv(columns, TILE // 8))
+    sizes = {"N": columns, "R": 8, "C": tile.elements // 8, "num_warps": tile.warps}
+    return sizes, max(1, tile.times * PROGRAMS // triton.cdiv(columns, sizes["C"]))
 
 
-def norm_tile(width: int) -> tuple[dict, int]:
+def norm_tile(width: int, tile: Tile = NORM_TILES[0]) -> tuple[dict, int]:
     """The same of the norm: a program sees whole rows."""
     padded = triton.next_power_of_2(width)
-    return {"D": width, "R": max(1, TILE // padded), "C": padded, "num_warps": 4}, PROGRAMS
+    sizes = {"D": width, "R": max(1, tile.elements // padded), "C": padded, "num_warps": tile.warps}
+    return sizes, tile.times * PROGRAMS
 
 
 def _shares(rows: int, sizes: dict, programs: int) -> tuple[int, int]:
@@ -157,9 +177,9 @@ def _launch_sum(partial, dtype, wide_columns=0):
     return wide, out
 
 
-def _launch_gelu(gradient, x):
+def launch_gelu(gradient, x, tile=GELU_TILES[0]):
     gradient, x, columns = gradient.contiguous(), x.contiguous(), x.shape[-1]
-    (sizes, programs), rows = gelu_tile(columns), x.numel() // columns
+    (sizes, programs), rows = gelu_tile(columns, tile), x.numel() // columns
     programs, each = _shares(rows, sizes, programs)
     out = torch.empty(*x.shape, dtype=x.dtype, device=x.device)
     partial = torch.empty(programs, columns, dtype=torch.float32, device=x.device)
@@ -169,9 +189,9 @@ def _launch_gelu(gradient, x):
         return out, _launch_sum(partial, x.dtype)[1]
 
 
-def _launch_norm(gradient, passing, x, mean, rstd, gamma):
+def launch_norm(gradient, passing, x, mean, rstd, gamma, tile=NORM_TILES[0]):
     gradient, passing, x, width = gradient.contiguous(), passing.contiguous(), x.contiguous(), x.shape[-1]
-    (sizes, programs), rows = norm_tile(width), x.numel() // width
+    (sizes, programs), rows = norm_tile(width, tile), x.numel() // width
     programs, each = _shares(rows, sizes, programs)
     out = torch.empty(*x.shape, dtype=x.dtype, device=x.device)
     partial = torch.empty(programs, 3 * width, dtype=torch.float32, device=x.device)
@@ -181,7 +201,7 @@ def _launch_norm(gradient, passing, x, mean, rstd, gamma):
         return out, *_launch_sum(partial, x.dtype, 2 * width)
 
 
-def _launch_attention(qkv, gradient, heads):
+def launch_attention(qkv, gradient, heads):
     b, t, width = qkv.shape
     qkv, gradient, sizes = qkv.contiguous(), gradient.contiguous(), tile(t, width // 3, heads)
     out = torch.empty(b, t, width, dtype=qkv.dtype, device=qkv.device)
@@ -218,7 +238,7 @@ def _refer_attention(qkv, gradient, heads):
 @torch.library.custom_op("aps_bench::gelu_backward", mutates_args=(), device_types="cpu")
 def gelu_backward(gradient: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """dx, and its columns' sums [N], of [..., N]."""
-    return (_launch_gelu if INTERPRET else _refer_gelu)(gradient, x)
+    return (launch_gelu if INTERPRET else _refer_gelu)(gradient, x)
 
 
 @torch.library.custom_op("aps_bench::norm_backward", mutates_args=(), device_types="cpu")
@@ -227,18 +247,18 @@ def norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """ds; dgamma and dbeta, [2*D] in the type of mean and rstd [...,1]; the columns' sums of ds [D]. All else [...,D],
     gamma [D]."""
-    return (_launch_norm if INTERPRET else _refer_norm)(gradient, passing, x, mean, rstd, gamma)
+    return (launch_norm if INTERPRET else _refer_norm)(gradient, passing, x, mean, rstd, gamma)
 
 
 @torch.library.custom_op("aps_bench::attention_backward", mutates_args=(), device_types="cpu")
 def attention_backward(qkv: Tensor, gradient: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """dqkv, and its columns' sums [3*H*D]."""
-    return (_launch_attention if INTERPRET else _refer_attention)(qkv, gradient, heads)
+    return (launch_attention if INTERPRET else _refer_attention)(qkv, gradient, heads)
 
 
-gelu_backward.register_kernel("cuda")(_launch_gelu)
-norm_backward.register_kernel("cuda")(_launch_norm)
-attention_backward.register_kernel("cuda")(_launch_attention)
+gelu_backward.register_kernel("cuda")(lambda gradient, x: launch_gelu(gradient, x))
+norm_backward.register_kernel("cuda")(lambda *tensors: launch_norm(*tensors))
+attention_backward.register_kernel("cuda")(launch_attention)
 
 
 def _like(x):

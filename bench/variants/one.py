@@ -62,7 +62,7 @@ def _one_backward_kernel(
     tl.store(dothers + o_all + H * D, (p[:, None] * g[None, :]).to(dothers.dtype.element_ty), mask=known[:, None])
 
 
-def _launch(query, others, heads):
+def launch(query, others, heads):
     query, others, (b, t, width) = query.contiguous(), others.contiguous(), others.shape
     out, sizes = torch.empty_like(query), tile(t, width // 2, heads)
     with torch.cuda.device_of(out):
@@ -70,7 +70,7 @@ def _launch(query, others, heads):
     return out
 
 
-def _launch_backward(query, others, gradient, heads):
+def launch_backward(query, others, gradient, heads):
     query, others, gradient = (x.contiguous() for x in (query, others, gradient))
     (b, t, width), dquery, dothers = others.shape, torch.empty_like(query), torch.empty_like(others)
     sizes = tile(t, width // 2, heads)
@@ -102,17 +102,17 @@ def _refer_backward(query, others, gradient, heads):
 @torch.library.custom_op("aps_bench::one", mutates_args=(), device_types="cpu")
 def one(query: Tensor, others: Tensor, heads: int) -> Tensor:
     """As ``kernels.attention_of_one``: [B,1,H*D] of queries [B,1,H*D], keys and values [B,T,2*H*D]."""
-    return (_launch if INTERPRET else _refer)(query, others, heads)
+    return (launch if INTERPRET else _refer)(query, others, heads)
 
 
 @torch.library.custom_op("aps_bench::one_backward", mutates_args=(), device_types="cpu")
 def one_backward(query: Tensor, others: Tensor, gradient: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """Gradients of queries and of keys and values."""
-    return (_launch_backward if INTERPRET else _refer_backward)(query, others, gradient, heads)
+    return (launch_backward if INTERPRET else _refer_backward)(query, others, gradient, heads)
 
 
-one.register_kernel("cuda")(_launch)
-one_backward.register_kernel("cuda")(_launch_backward)
+one.register_kernel("cuda")(launch)
+one_backward.register_kernel("cuda")(launch_backward)
 one.register_fake(lambda query, others, heads: torch.empty_like(query, memory_format=torch.contiguous_format))
 
 

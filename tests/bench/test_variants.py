@@ -51,12 +51,12 @@ def kernel_cases():
         mean, rstd = x.double().mean(1, keepdim=True), x.double().var(1, correction=0, keepdim=True).add(1e-6).rsqrt()
         args = random(rows, width), random(rows, width), x, mean.float(), rstd.float(), random(width)
         exact = [*map(torch.Tensor.double, args[:3]), mean, rstd, args[5].double()]
-        yield (*FEW, columns._launch_norm, *args), columns._refer_norm(*exact)
+        yield (*FEW, columns.launch_norm, *args), columns._refer_norm(*exact)
     for launch, refer, *args in (
-        (columns._launch_gelu, columns._refer_gelu, random(45, 300), 2 * random(45, 300)),
-        (columns._launch_attention, columns._refer_attention, 2 * random(3, 17, 96), random(3, 17, 32), 2),
-        (one._launch, one._refer, random(3, 1, 32), random(3, 17, 64), 2),
-        (one._launch_backward, one._refer_backward, random(3, 1, 32), random(3, 17, 64), random(3, 1, 32), 2),
+        (columns.launch_gelu, columns._refer_gelu, random(45, 300), 2 * random(45, 300)),
+        (columns.launch_attention, columns._refer_attention, 2 * random(3, 17, 96), random(3, 17, 32), 2),
+        (one.launch, one._refer, random(3, 1, 32), random(3, 17, 64), 2),
+        (one.launch_backward, one._refer_backward, random(3, 1, 32), random(3, 17, 64), random(3, 1, 32), 2),
         (mlp.launch_up, mlp._refer_up, random(37, 20), random(72, 20), random(72)),
         (mlp.launch_down_backward, mlp._refer_down_backward, random(37, 20), random(20, 72), random(37, 72)),
     ):
@@ -101,14 +101,14 @@ def test_kernels_in_half_precision(kernels):
             (down, mlp._refer_down_backward, dy, wide.T / width**0.5, random(rows, hidden)),
         ]
     elif kernels == "norm":
-        cases = [(columns._launch_norm, columns._refer_norm, dy, random(rows, width), x, mean, rstd, random(width))]
+        cases = [(columns.launch_norm, columns._refer_norm, dy, random(rows, width), x, mean, rstd, random(width))]
     elif kernels == "gelu":
-        cases = [(columns._launch_gelu, columns._refer_gelu, random(rows, hidden), random(rows, hidden))]
+        cases = [(columns.launch_gelu, columns._refer_gelu, random(rows, hidden), random(rows, hidden))]
     elif kernels == "one":
         query, others = random(37, 1, width), random(37, 50, 2 * width)
         cases = [
-            (one._launch, one._refer, query, others, 6),
-            (one._launch_backward, one._refer_backward, query, others, random(37, 1, width), 6),
+            (one.launch, one._refer, query, others, 6),
+            (one.launch_backward, one._refer_backward, query, others, random(37, 1, width), 6),
         ]
     elif kernels == "cublaslt":
         alone = lambda call: lambda *args: (call(*args),)  # noqa: E731
@@ -123,10 +123,10 @@ def test_kernels_in_half_precision(kernels):
     else:
         size = 37, 50, width
         qkv = random(*size[:2], 3 * width)
-        cases = [(columns._launch_attention, columns._refer_attention, qkv, random(*size), 6)]
+        cases = [(columns.launch_attention, columns._refer_attention, qkv, random(*size), 6)]
     for launch, refer, *args in cases:
         half = [x.cuda().bfloat16() if isinstance(x, torch.Tensor) else x for x in args]
-        if launch is columns._launch_norm:  # statistics and gamma are float32
+        if launch is columns.launch_norm:  # statistics and gamma are float32
             half[3:] = [x.cuda() for x in args[3:]]
         exact = refer(*(x.double() if isinstance(x, torch.Tensor) else x for x in half))
         found, again = launch(*half), launch(*half)
