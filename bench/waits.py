@@ -8,7 +8,8 @@ way of each here that is without it:
 - the default stream, for which some calls of other libraries wait: "a stream of its own", also one of high priority,
   which has other queues than the decoder's (kernels in a graph keep the priority that they were recorded with);
 - a full buffer of commands: whoever launches a graph then waits, and may keep other threads from launching. "two steps
-  ahead at most" waits before;
+  ahead at most" waits before; the second process has four times as much room (which has been reported to end in a
+  deadlock on a Jetson, llama.cpp pull request 19230);
 - the thread by which DALI waits for all of the device whenever a tensor of its memory that went by DLPack is freed:
   "no DLPack".
 
@@ -70,7 +71,7 @@ def main(arguments: list[str]) -> int:
         environment.describe()  # asks the driver, for which a limit leaves no time
         for queues in (None, QUEUES) if environment.device().type == "cuda" else (None,):
             if queues:
-                os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(queues)
+                os.environ |= {"CUDA_DEVICE_MAX_CONNECTIONS": str(queues), "CUDA_SCALE_LAUNCH_QUEUES": "4x"}
             result["runs"].append({"queues": queues, **alone(run, command, steps)})
             environment.save(options, result | conclusions(result))
     for row in conclusions(result)["findings"]:
@@ -82,7 +83,7 @@ def conclusions(d: dict) -> dict:
     """By number of queues the share of the time that each way waits, and what ran in the waits of a trace."""
     of, found = f"{d['recipe']}, batch {d['batch_size']}", []
     for row in d["runs"]:
-        queues, trace = f"{row['queues'] or 'default'} queues", row["trace"]
+        queues, trace = f"{row['queues']} longer queues" if row["queues"] else "default queues", row["trace"]
         ways = [
             f"{way['way']} {percent(way['data_wait'])}, {number(way['pairs_per_second'])} pairs/s"
             for way in row["ways"]

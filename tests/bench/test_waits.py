@@ -48,5 +48,5 @@ def test_waits_of_a_trace():
          "a stream of its own 0.4 %, 17,700 pairs/s"),
         ("waits of a trace of train.py, toy, batch 8, default queues", "4 of 34 ms",
          "2.5 of 4.5 ms of other streams lie in them; full buffer of commands: 2 ms"),
-        ("train.py waiting for data, toy, batch 8, 32 queues", "failed: Error: no", ""),
+        ("train.py waiting for data, toy, batch 8, 32 longer queues", "failed: Error: no", ""),
     ]  # fmt: skip
