@@ -29,7 +29,7 @@ def _sum_over_ranks(x: Tensor) -> Tensor:
     return collectives.wait_tensor(collectives.all_reduce(x.contiguous(), "sum", dist.group.WORLD))
 
 
-_EPS = 1e-5  # torch's own
+EPS = 1e-5  # torch's own
 
 
 class BatchNorm(nn.Module):
@@ -46,12 +46,12 @@ class BatchNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not dist.is_initialized() or dist.get_world_size() == 1:
-            rest = None, None, self.weight, self.bias, True, 0.0, _EPS
+            rest = None, None, self.weight, self.bias, True, 0.0, EPS
             return torch.stack([F.batch_norm(view, *rest) for view in x])
         wide = x.float()
         sums = _SumOverRanks.apply(torch.stack([wide.sum(1, keepdim=True), wide.square().sum(1, keepdim=True)]))
         mean, square = sums / (x.shape[1] * dist.get_world_size())  # every rank holds the same number of samples
-        scale = torch.rsqrt((square - mean.square()).clamp_min(0) + _EPS)
+        scale = torch.rsqrt((square - mean.square()).clamp_min(0) + EPS)
         shift = -mean * scale
         if self.weight is not None:
             scale, shift = scale * self.weight, shift * self.weight + self.bias

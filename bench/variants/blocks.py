@@ -18,6 +18,7 @@ from bench.variants.columns import attention_backward, gelu_backward, norm_backw
 from bench.variants.one import one, one_backward
 from kernels import attention
 from model.encoder import PackedAttention
+from model.heads import EPS, BatchNorm
 from model.key_mlp import KeyMlp
 
 
@@ -247,6 +248,35 @@ class OneAttention(PackedAttention):
         (ask, answer), (ask_bias, answer_bias) = self.qkv.weight.split(sizes), self.qkv.bias.split(sizes)
         query, others = F.linear(x[:, :1], ask, ask_bias), F.linear(x, answer, answer_bias.detach())
         return self.proj(_One.apply(query, others, answer_bias, self.num_heads))
+
+
+class _BothViews(torch.autograd.Function):
+    """x [V, B, D]; weight and bias [D], or None."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        wide = _wide(x)
+        variance, mean = torch.var_mean(wide, 1, correction=0, keepdim=True)
+        scale = torch.rsqrt(variance + EPS)
+        ctx.save_for_backward(x, mean, scale, weight)
+        out = (wide - mean) * scale
+        return (out if weight is None else out * weight + bias).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, mean, scale, weight = ctx.saved_tensors
+        g, n = _wide(gradient), (_wide(x) - mean) * scale
+        dbias, dweight = g.sum(1, keepdim=True), (g * n).sum(1, keepdim=True)
+        dx = (g - (dbias + n * dweight) / x.shape[1]) * (scale if weight is None else scale * weight)
+        of = (None, None) if weight is None else (d.sum((0, 1)).to(weight.dtype) for d in (dweight, dbias))
+        return dx.to(x.dtype), *of
+
+
+class BothViews(BatchNorm):
+    """Ours, in whose place it is put: sums of both views at once, where there is one rank."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _BothViews.apply(x, self.weight, self.bias)
 
 
 class Chain(nn.Sequential):

@@ -22,6 +22,7 @@ from bench.products import NO_GPU, preferring, without_fp8
 from bench.variants import blocks, mlp
 from kernels.short_attention import suits
 from model import by_class_token, key_mlp
+from model.heads import BatchNorm
 from run.training import Training
 
 
@@ -92,6 +93,12 @@ def short_gelu(training: Training, *networks: nn.Module | None) -> None:
         for module in network.encoder.blocks.modules():
             if type(module) is nn.GELU:
                 module.__class__ = blocks.ShortGelu
+
+
+def both_views(training: Training, *networks: nn.Module | None) -> None:
+    for module in (module for network in filter(None, networks) for module in network.modules()):
+        if type(module) is BatchNorm:
+            module.__class__ = blocks.BothViews
 
 
 def compiled_loss(training: Training, *_) -> None:
@@ -236,6 +243,7 @@ VARIANTS = (
             sums(blocks.sum_in_attention), with_our_attention),
     Variant("class-attention", "attention of the class token by kernels of its own", (0.16, 0.32), class_attention,
             with_class_token),
+    Variant("both-views", "batch normalisation of both views at once", (0.1, 0.1), both_views, anywhere),
     Variant("compiled-loss", "the loss compiled too", (0.08, 0.08), compiled_loss, on_gpu),
     Variant("fused-mlp", "GELU and its derivative inside of products (queries)", (2.6, 5.0), fused_mlp,
             with_fused_mlp, place="MLP of queries"),
