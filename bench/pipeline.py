@@ -181,10 +181,10 @@ def conclusions(d: dict) -> dict:
     best = max(rows, key=lambda row: row["images/s"])
     result, unit = {}, "CPU ms/image"
     if all(row["provider"].startswith("this loader") for row in rows):
-        unit = "images/s"
-        found = finding(what, best[unit], unit=f"{unit} ({best['provider']})", headline=headline)
+        unit, threads = "images/s", best["provider"].removeprefix("this loader, ")
+        found = finding(what, best[unit], unit=f"{unit} ({threads})", headline=headline)
         if recipe == PATH_RECIPE:
-            path = {"seconds": PATH_BATCH / best[unit], "threads": best["provider"]}
+            path = {"seconds": PATH_BATCH / best[unit], "threads": threads}
             path |= {name: d[name] for name in ("mean_file_bytes", "mean_height", "mean_width")}
             result["path"] = {"input": path}
     else:
