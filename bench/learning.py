@@ -25,7 +25,6 @@ ARMS = {
     **{f"window-{size}": f"APS, the groups of {size} batches in turn" for size in (4, 16)},
     **{f"redeal-{size}": f"APS, the groups of {size} batches in turn, images dealt anew" for size in (4, 16)},
     **{name: f"APS, {BY_NAME[name].what}" for name in ("key-gelu", "fp8-keys")},
-    "tanh": "APS, GELU in its tanh form (both networks)",
 }
 
 

@@ -9,8 +9,7 @@
 # the same fine-tuning. "scratch" is the fine-tuning alone, "scratch-long" takes as much arithmetic as pretraining (a pair
 # is 2 x 17 tokens, an image 65) and fine-tuning together. Not among the default ARMS: window-N takes the groups of N
 # batches in turn, redeal-N deals their images anew for each step; key-gelu and fp8-keys are pretraining with these variants
-# of the step (bench/variants), whose momentum networks compute in another form (--ema has to be given); tanh has GELU in
-# its tanh form in both networks.
+# of the step (bench/variants), whose momentum networks compute in another form (--ema has to be given).
 # Runs that are complete are left alone and others continued, so the same command goes on after a stop.
 # Settings by the environment: OUT, SEEDS, ARMS, JOBS (runs at a time), TRAIN_IMAGES and EVAL_IMAGES (as many of each class, evenly
 # spaced; 0: all), KNN_IMAGES (a quarter as many queries), EPOCHS of pretraining, TUNE_EPOCHS (0: none) and LONG_EPOCHS of
@@ -54,11 +53,10 @@ for seed in $SEEDS; do
             one-group) pretrain "$arm" "$seed" $((4 * EPOCHS)) --groups 1 ;;
             window-*) pretrain "$arm" "$seed" "$EPOCHS" --window "${arm#*-}" ;;
             key-gelu | fp8-keys) program="-m bench.variants.pretrain $arm" pretrain "$arm" "$seed" "$EPOCHS" ;;
-            tanh) program="-m bench.variants.pretrain cublaslt-mlp,key-gelu" pretrain "$arm" "$seed" "$EPOCHS" ;;
             redeal-*) pretrain "$arm" "$seed" "$EPOCHS" --window "${arm#*-}" --redeal ;;
             scratch) tune "$arm" "$seed" "$TUNE_EPOCHS" --encoder none $shape ;;
             scratch-long) tune "$arm" "$seed" "$LONG_EPOCHS" --encoder none $shape ;;
-            *) echo "ARMS: $arm is none; expected some of aps, uniform, one-group, window-N, redeal-N, key-gelu, fp8-keys, tanh, scratch, scratch-long" >&2 && exit 2 ;;
+            *) echo "ARMS: $arm is none; expected some of aps, uniform, one-group, window-N, redeal-N, key-gelu, fp8-keys, scratch, scratch-long" >&2 && exit 2 ;;
         esac
     done
 done | xargs -P "$JOBS" -d '\n' -n 1 bash -c

@@ -5,8 +5,8 @@ have the same FLOPs: ``forward``, ``input`` (its gradient, [r,o] times [o,i]) an
 
 How:
 
-- ``default``, ``cublas``, ``cublaslt``: torch's product, by the library it picks or that is preferred; forward with the
-  bias (which torch gives to cuBLASLt whatever is preferred). ``no bias``: forward without.
+- ``default``: torch's product, by cuBLAS, but forward, which has the bias, by cuBLASLt. ``no bias``: forward without.
+  ``cublaslt``: the other two passes where that library is preferred.
 - ``fastest``: the fastest of cuBLASLt's proposals, measured in the process, where torch takes the first
   (``bench/variants/cublaslt.py``); ``tried``: how many, ``workspace_bytes``: of that one; ``without workspace``: of
   those that have none.
@@ -14,9 +14,6 @@ How:
   (tanh form, nothing kept for a backward pass); ``GELU inside, fastest``: as above.
 - of the layer behind GELU: ``then derivative``: the gradient of the input and the derivative of GELU, one after the
   other, from its input.
-- ``GELU inside, kept``, ``derivative inside``, ``bias inside``: the same with what a backward pass needs, and the
-  gradient of the bias in the product that gives the weight's, by epilogues of cuBLASLt that torch does not offer
-  (``bench/variants/cublaslt.py``); ``then bias``: one after the other.
 - ``fused``: forward with GELU and its derivative, or gradient times derivative, in one Triton product, by its tile
   (``bench/variants/mlp.py``).
 - ``fp8``: forward of e4m3 numbers with a scale a tensor each; making them is not in it.
@@ -42,16 +39,15 @@ from bench.variants import cublaslt, mlp
 from run.recipes import RECIPES
 
 MODELS = "imagenet-vit-s", "imagenet-vit-b"
-LIBRARIES = "default", "cublas", "cublaslt"
 NO_GPU = "needs an NVIDIA GPU"
 
 
-def preferring(library: str, call: Callable) -> Callable:
-    """``call`` with a library for products preferred while it runs."""
+def by_cublaslt(call: Callable) -> Callable:
+    """``call`` with cuBLASLt preferred for products while it runs."""
 
     def preferred():
         before = torch.backends.cuda.preferred_blas_library()
-        torch.backends.cuda.preferred_blas_library(library)
+        torch.backends.cuda.preferred_blas_library("cublaslt")
         try:
             return call()
         finally:
@@ -80,14 +76,12 @@ def alternatives(name: str, x: Tensor, weight: Tensor, bias: Tensor) -> dict[tup
     calls: dict[tuple[str, str], Callable | str] = {}
     for what, call in plain.items():
         calls[what, "default"] = call
-        for library in LIBRARIES[1:]:
-            calls[what, library] = preferring(library, call) if on_gpu else NO_GPU
+        if what != "forward":
+            calls[what, "cublaslt"] = by_cublaslt(call) if on_gpu else NO_GPU
     operands = {"forward": (x, weight, bias), "input": (out, weight), "weight": (out, x)}
     for what, tensors in operands.items():
         for how, limits in (("fastest", cublaslt.LIMITS), ("fastest without workspace", (0,))):
             calls[what, how] = cublaslt.plain(what, *tensors, limits=limits) if on_gpu else NO_GPU
-    calls["weight", "then bias"] = lambda: (out.t() @ x, out.sum(0))
-    calls["weight", "bias inside"] = functools.partial(cublaslt.weights, out, x) if on_gpu else NO_GPU
     calls["forward", "no bias"] = lambda: x @ weight.t()
     if name == "fc1":
         calls["forward", "then GELU"] = lambda: F.gelu(F.linear(x, weight, bias))
@@ -95,12 +89,9 @@ def alternatives(name: str, x: Tensor, weight: Tensor, bias: Tensor) -> dict[tup
         calls["forward", "GELU inside"] = inside if on_gpu else NO_GPU
         fastest = functools.partial(cublaslt.plain, "forward", x, weight, bias, gelu=True)
         calls["forward", "GELU inside, fastest"] = fastest() if on_gpu else NO_GPU
-        calls["forward", "GELU inside, kept"] = functools.partial(cublaslt.up, x, weight, bias) if on_gpu else NO_GPU
     if name == "fc2":
         before = torch.randn_like(x)
         calls["input", "then derivative"] = lambda: torch.ops.aten.gelu_backward(out @ weight, before)
-        inside = functools.partial(cublaslt.down, out, weight, before)
-        calls["input", "derivative inside"] = inside if on_gpu else NO_GPU
     for tile in mlp.TILES if name in ("fc1", "fc2") else ():
         how = f"fused {tile.BM}x{tile.BN}, {tile.num_stages} stages"
         if name == "fc1":

@@ -131,48 +131,26 @@ class _One(torch.autograd.Function):
 
 
 class _Mlp(torch.autograd.Function):
-    """x [..., K]; weights in the type of x, biases in any. By the products of ``mlp``, or of ``cublaslt``."""
+    """x [..., K]; weights in the type of x, biases in any."""
 
     @staticmethod
-    def forward(ctx, x, w1, b1, w2, b2, by_library):
-        a, kept = (cublaslt.up if by_library else mlp.up)(x.flatten(0, -2), w1, b1)
-        ctx.save_for_backward(x, a, kept, w1, w2)
-        ctx.types, ctx.by_library = (b1.dtype, b2.dtype), by_library
+    def forward(ctx, x, w1, b1, w2, b2):
+        a, slope = mlp.up(x.flatten(0, -2), w1, b1)
+        ctx.save_for_backward(x, a, slope, w1, w2)
+        ctx.types = b1.dtype, b2.dtype
         return F.linear(a, w2, b2.to(a.dtype)).unflatten(0, x.shape[:-1])
 
     @staticmethod
     def backward(ctx, gradient):
-        x, a, kept, w1, w2 = ctx.saved_tensors
+        x, a, slope, w1, w2 = ctx.saved_tensors
         rows, (b1, b2) = gradient.flatten(0, -2), ctx.types
-        dh, db1 = (cublaslt.down if ctx.by_library else mlp.down_backward)(rows, w2, kept)
-        dw1 = dh.t() @ x.flatten(0, -2)
-        if not ctx.needs_input_grad[4]:
-            dw2, db2 = rows.t() @ a, None
-        elif ctx.by_library:
-            dw2, db2 = cublaslt.weights(rows, a)
-        else:
-            dw2, db2 = rows.t() @ a, rows.sum(0, dtype=db1.dtype)
-        return (dh @ w1).view_as(x), dw1, db1.to(b1), dw2, db2 if db2 is None else db2.to(b2), None
-
-
-class _Linear(torch.autograd.Function):
-    """x [..., K]; the weight in its type, the bias in any."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias):
-        ctx.save_for_backward(x, weight)
-        ctx.type = bias.dtype
-        return F.linear(x, weight, bias.to(x.dtype))
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-        dw, db = cublaslt.weights(gradient.flatten(0, -2), x.flatten(0, -2))
-        return gradient @ weight, dw, db.to(ctx.type)
+        dh, db1 = mlp.down_backward(rows, w2, slope)
+        db2 = rows.sum(0, dtype=db1.dtype).to(b2) if ctx.needs_input_grad[4] else None
+        return (dh @ w1).view_as(x), dh.t() @ x.flatten(0, -2), db1.to(b1), rows.t() @ a, db2
 
 
 class _FastLinear(torch.autograd.Function):
-    """The same by the fastest products."""
+    """x [..., K]; the weight in its type, the bias in any. By the fastest products."""
 
     @staticmethod
     def forward(ctx, x, weight, bias):
@@ -209,11 +187,7 @@ class FusedMlp(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         w1, w2 = self.fc1.weight.to(self.kind), self.fc2.weight.to(self.kind)
         b2 = self.fc2.bias.detach() if isinstance(self.fc2, ForeignBias) else self.fc2.bias
-        return _Mlp.apply(x.to(self.kind), w1, self.fc1.bias, w2, b2, isinstance(self, LibraryMlp))
-
-
-class LibraryMlp(FusedMlp):
-    """The same by cuBLASLt, with GELU in its tanh form."""
+        return _Mlp.apply(x.to(self.kind), w1, self.fc1.bias, w2, b2)
 
 
 class FastLinear(nn.Linear):
@@ -222,13 +196,6 @@ class FastLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         bias = self.bias.detach() if self.foreign else self.bias
         return _FastLinear.apply(x.to(self.kind), self.weight.to(self.kind), bias)
-
-
-class SummedLinear(nn.Linear):
-    """A linear layer whose weight and bias get their gradients from one product; ``kind``: the type of its products."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _Linear.apply(x.to(self.kind), self.weight.to(self.kind), self.bias)
 
 
 class BiasAttention(PackedAttention):

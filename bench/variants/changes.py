@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from timm.layers import Mlp
 from torch import Tensor, nn
 
-from bench.products import NO_GPU, preferring, without_fp8
+from bench.products import NO_GPU, without_fp8
 from bench.variants import blocks, mlp
 from kernels.short_attention import suits
 from model import by_class_token, key_mlp
@@ -66,26 +66,8 @@ def autotune(training: Training, queries: nn.Module, keys: nn.Module | None) -> 
     )
 
 
-def by_cublaslt(training: Training, *_) -> None:
-    step = training.step
-    training.step = lambda *args, **more: preferring("cublaslt", lambda: step(*args, **more))()
-
-
 def fused_mlp(training: Training, queries: nn.Module, _) -> None:
     blocks.put(queries.encoder, Mlp, blocks.FusedMlp, kind(training))
-
-
-def library_mlp(training: Training, queries: nn.Module, _) -> None:
-    blocks.put(queries.encoder, Mlp, blocks.LibraryMlp, kind(training))
-
-
-def weight_bias(training: Training, queries: nn.Module, _) -> None:
-    """Of the layers whose biases no other variant has taken over."""
-    taken = blocks.FusedMlp, blocks.GeluMlp, blocks.BiasAttention
-    for module in queries.encoder.blocks.modules():
-        for layer in () if isinstance(module, taken) else module.children():
-            if type(layer) is nn.Linear:
-                layer.__class__, layer.kind = blocks.SummedLinear, kind(training)
 
 
 def short_gelu(training: Training, *networks: nn.Module | None) -> None:
@@ -108,12 +90,6 @@ def compiled_loss(training: Training, *_) -> None:
 def class_attention(training: Training, *networks: nn.Module | None) -> None:
     for network in filter(None, networks):
         network.encoder.blocks[-1].attn.__class__ = blocks.OneAttention
-
-
-def key_sums(training: Training, _, keys: nn.Module) -> None:
-    """Without gradients nothing keeps the sums of stream and branches, so the compiler makes them again in up to four
-    kernels, from all that was added since the last one that it wrote."""
-    training.key = compiled(keys, realize_reads_threshold=1)
 
 
 def key_gelu(training: Training, _, keys: nn.Module) -> None:
@@ -191,10 +167,6 @@ def with_exact_keys(training: Training) -> str:
     return with_keys(training) or ("it is part of the step" if there else "")
 
 
-def with_compiled_keys(training: Training) -> str:
-    return with_keys(training) or on_gpu(training)
-
-
 def on_gpu(training: Training) -> str:
     return "" if training.on_gpu else NO_GPU
 
@@ -232,9 +204,7 @@ def sums(change: Callable) -> Callable:
 # In the order in which several are applied: those that wrap what a step calls come last.
 VARIANTS = (
     Variant("autotune", "products by Inductor's max_autotune_gemm", (1.0, 2.0), autotune, on_gpu),
-    Variant("cublaslt", "products by cuBLASLt wherever possible", (1.0, 2.0), by_cublaslt, on_gpu),
     Variant("short-gelu", "GELU and its derivative in half the instructions", (0.9, 1.8), short_gelu, anywhere),
-    Variant("key-sums", "sums of the residual stream written once (keys)", (0.4, 0.8), key_sums, with_compiled_keys),
     Variant("norm-backward", "columns summed in the backward of norms", (0.8, 1.6), sums(blocks.sum_in_norms),
             with_blocks),
     Variant("gelu-backward", "short-gelu in queries, with columns summed in the backward", (1.1, 2.2),
@@ -247,15 +217,11 @@ VARIANTS = (
     Variant("compiled-loss", "the loss compiled too", (0.08, 0.08), compiled_loss, on_gpu),
     Variant("fused-mlp", "GELU and its derivative inside of products (queries)", (2.6, 5.0), fused_mlp,
             with_fused_mlp, place="MLP of queries"),
-    Variant("cublaslt-mlp", "GELU and its derivative in cuBLASLt's epilogues (queries, tanh form)", (2.6, 5.2),
-            library_mlp, anywhere, 0.999, place="MLP of queries"),
-    Variant("weight-bias", "biases' gradients in the epilogue of their weights' products", (1.4, 2.7), weight_bias,
-            anywhere, place="layers of queries"),
     Variant("key-gelu", "GELU in cuBLASLt's epilogue (keys, tanh form)", (1.2, 2.7), key_gelu, with_exact_keys, 0.999,
             place="MLP of keys"),
     Variant("fp8-keys", "products in fp8 (keys)", (0.8, 3.7), fp8_keys, with_fp8, 0.9, place="MLP of keys"),
     Variant("fastest-products", "linear layers by the fastest of cuBLASLt's proposals", (0.56, 0.56), fastest_products,
-            anywhere, place="layers of queries"),
+            anywhere),
     Variant("key-stream", "keys on a second stream", (0.7, 1.0), key_stream, with_keys),
     Variant("one-embedding", "frozen patch embedding once for both networks", (0.05, 0.1), one_embedding,
             with_frozen_embedding),

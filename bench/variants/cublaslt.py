@@ -1,16 +1,10 @@
-"""Products by cuBLASLt: those of a linear layer, by the algorithm measured as the fastest, and some with epilogues
-(what is done at their end) that torch does not offer. GELU in its tanh form.
+"""The products of a linear layer by cuBLASLt, by the algorithm measured as the fastest.
 
-    linear:          y = x W^T + b, or GELU of it
+    linear:          y = x W^T + b, or GELU of it, in its tanh form
     linear_input:    dx = dy W
     linear_weight:   dW = dy^T x
-    up:              h = x W^T + b    a = GELU(h)                       one product writes both
-    down:            dh = (dy W) * GELU'(h)    db = columns of dh       one product reads h, writes dh
-    weights:         dW = dy^T x    db = columns of dy                  one product
 
-With the last three, beside the products, 4 bytes a number of h forward and 4 backward in half precision, where GELU
-apart moves 6 and 6 and each db another 2. x [M,K], W [N,K] (``linear_input``, ``down``: [K,N]), dy [M,K]
-(``linear_weight``, ``weights``: [M,N]), a, h and dh [M,N]; db as they are.
+x [M,K], W [N,K] (``linear_input``: [K,N]), dy [M,K] (``linear_weight``: [M,N]), b [N].
 
 torch takes the algorithm that the library proposes first for a shape. Here many of its proposals are timed at the first
 call, which must not be recorded as a graph, and the fastest is kept. The library is asked twice: for algorithms that
@@ -33,8 +27,8 @@ from bench.timing import measure
 
 KINDS = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
 COMPUTE_32F = 68
-TRANSPOSED_A, TRANSPOSED_B, EPILOGUE, BIAS, AUX, AUX_LD = 3, 4, 7, 8, 11, 12  # of an operation
-PLAIN, ADD_BIAS, GELU_BIAS, GELU_AUX_BIAS, DGELU_BGRAD, BGRADB = 1, 4, 36, 164, 208, 512  # epilogues
+TRANSPOSED_A, TRANSPOSED_B, EPILOGUE, BIAS = 3, 4, 7, 8  # of an operation
+PLAIN, ADD_BIAS, GELU_BIAS = 1, 4, 36  # epilogues: what is done at the end of a product
 MAX_WORKSPACE = 1  # of a preference
 OPERATION = "cublasLtMatmulDesc"
 WORKSPACE = 32 << 20
@@ -92,21 +86,19 @@ class Product:
             _made("cublasLtMatrixLayout", kind, ctypes.c_uint64(r), ctypes.c_uint64(c), ctypes.c_int64(r))
             for r, c in shapes
         ]
-        if epilogue in (GELU_AUX_BIAS, DGELU_BGRAD):
-            _set(OPERATION, self.operation, AUX_LD, ctypes.c_int64(rows))
         self.limits, self.chosen, self.tried = limits, None, 0
 
     def __call__(self, *tensors: Tensor) -> None:
-        """Of A, B, D, and what the epilogue takes: a bias or where its gradient goes, and GELU's input."""
+        """Of A, B, D, and the bias if there is one."""
         self.chosen = self.chosen or self._fastest(tensors)
         self._run(self.chosen, *tensors)
 
-    def _point(self, *tensors: Tensor) -> None:
-        for attribute, tensor in zip((BIAS, AUX), tensors, strict=False):
-            _set(OPERATION, self.operation, attribute, _pointer(tensor))
+    def _point(self, bias: Tensor | None = None) -> None:
+        if bias is not None:
+            _set(OPERATION, self.operation, BIAS, _pointer(bias))
 
-    def _run(self, chosen, a, b, out, *more) -> None:
-        self._point(*more)
+    def _run(self, chosen, a, b, out, bias=None) -> None:
+        self._point(bias)
         (algorithm, size), one, zero = chosen, ctypes.c_float(1), ctypes.c_float(0)
         workspace, (of_a, of_b, of_out) = torch.empty(size, dtype=torch.uint8, device=out.device), self.layouts
         _do(
@@ -201,20 +193,6 @@ def _refer_linear(x, weight, bias, gelu=False):
     return F.gelu(y, approximate="tanh") if gelu else y
 
 
-def _refer_up(x, weight, bias):
-    h = F.linear(x, weight, bias.to(x.dtype))
-    return F.gelu(h, approximate="tanh"), h
-
-
-def _refer_down(gradient, weight, h):
-    dh = torch.ops.aten.gelu_backward(gradient @ weight, h, approximate="tanh")
-    return dh, dh.sum(0)
-
-
-def _refer_weights(gradient, x):
-    return gradient.t() @ x, gradient.sum(0)
-
-
 @torch.library.custom_op("aps_bench::lt_linear", mutates_args=(), device_types="cpu")
 def linear(x: Tensor, weight: Tensor, bias: Tensor, gelu: bool = False) -> Tensor:
     """x W^T + b, or GELU of it: [M,N] from x [M,K], W [N,K], b [N]."""
@@ -233,24 +211,6 @@ def linear_weight(gradient: Tensor, x: Tensor) -> Tensor:
     return gradient.t() @ x
 
 
-@torch.library.custom_op("aps_bench::lt_up", mutates_args=(), device_types="cpu")
-def up(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """GELU of x W^T + b, and x W^T + b: [M,N] each from x [M,K], W [N,K], b [N]."""
-    return _refer_up(x, weight, bias)
-
-
-@torch.library.custom_op("aps_bench::lt_down", mutates_args=(), device_types="cpu")
-def down(gradient: Tensor, weight: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-    """(dy W) * GELU'(h) [M,N] and the sums of its columns [N], from dy [M,K], W [K,N], h [M,N]."""
-    return _refer_down(gradient, weight, h)
-
-
-@torch.library.custom_op("aps_bench::lt_weights", mutates_args=(), device_types="cpu")
-def weights(gradient: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """dy^T x [N,K] and the sums of the columns of dy [N], from dy [M,N], x [M,K]."""
-    return _refer_weights(gradient, x)
-
-
 @linear.register_kernel("cuda")
 def _(x, weight, bias, gelu=False):
     return _plain("forward", x, weight, bias, gelu=gelu)
@@ -266,33 +226,6 @@ def _(gradient, x):
     return _plain("weight", gradient, x)
 
 
-@up.register_kernel("cuda")
-def _(x, weight, bias):
-    (m, k), n = x.shape, len(weight)
-    a, h = (x.new_empty(m, n) for _ in range(2))
-    product = _product(n, m, k, (True, False), GELU_AUX_BIAS, KINDS[x.dtype], LIMITS)
-    product(weight.contiguous(), x.contiguous(), a, bias.to(x.dtype), h)
-    return a, h
-
-
-@down.register_kernel("cuda")
-def _(gradient, weight, h):
-    (m, k), n = gradient.shape, weight.shape[1]
-    dh, db = torch.empty_like(h), h.new_empty(n)
-    product = _product(n, m, k, (False, False), DGELU_BGRAD, KINDS[h.dtype], LIMITS)
-    product(weight.contiguous(), gradient.contiguous(), dh, db, h)
-    return dh, db
-
-
-@weights.register_kernel("cuda")
-def _(gradient, x):
-    (m, n), k = gradient.shape, x.shape[1]
-    dw, db = x.new_empty(n, k), x.new_empty(n)
-    product = _product(k, n, m, (False, True), BGRADB, KINDS[x.dtype], LIMITS)
-    product(x.contiguous(), gradient.contiguous(), dw, db)
-    return dw, db
-
-
 @linear.register_fake
 def _(x, weight, bias, gelu=False):
     return x.new_empty(len(x), len(weight))
@@ -306,18 +239,3 @@ def _(gradient, weight):
 @linear_weight.register_fake
 def _(gradient, x):
     return x.new_empty(gradient.shape[1], x.shape[1])
-
-
-@up.register_fake
-def _(x, weight, bias):
-    return x.new_empty(len(x), len(weight)), x.new_empty(len(x), len(weight))
-
-
-@down.register_fake
-def _(gradient, weight, h):
-    return torch.empty_like(h), h.new_empty(h.shape[1])
-
-
-@weights.register_fake
-def _(gradient, x):
-    return x.new_empty(gradient.shape[1], x.shape[1]), x.new_empty(gradient.shape[1])
