@@ -4,19 +4,19 @@
 #   bench/device.sh STAGE [--limit SECONDS] [--parts NAME...]    results: $OUT, by default bench/results/<card>-<date>/
 #   bench/device.sh STAGE --smoke                                the same in small, on the CPU
 #
-# Seconds are what is expected on an H100 or H200 with 16 cores, compiling included. They are not measured, but for
-# tests of the kernels (60 s one after the other), steps (36 and 88 ms), data_tests, train and pipeline: a network
-# compiles in 45 s, in 15 where runs/compiled has it from a stage before, and a process takes 8 s until it begins.
+# Seconds are what is expected on an H100 or H200 with 16 cores, compiling included. Those of stage 1, of data_tests,
+# train, step_vit_b and pipeline an H200 has measured; four variants and those together took it 133. A network compiles
+# in 45 s, in 15 where runs/compiled has it from a stage before, and a process takes 8 s until it begins.
 #
-#   1  machine 12: clocks, ceilings; gpu_tests 50: the step and its kernels against the reference, in 8 processes;
-#      step_vit_s 85: batch 512 as a CUDA graph, with a trace; kernels 45; step_vit_s_compiled 35           227 s
-#   2  step_vit_b 75; variants 145: what should save the most of a step, alone and together; variant_tests 25   245 s
-#   3  data_tests 95: the decoder's memory, loader, train.py; train 55: train.py end to end; waits 90: what it
-#      waits for, in several ways and with a trace                                                          240 s
+#   1  machine 12: clocks, ceilings; gpu_tests 80: the step and its kernels against the reference, in 8 processes;
+#      step_vit_s 65: batch 512 as a CUDA graph, with a trace; kernels 37                                   194 s
+#   2  variants 180: what should save the most of a step, alone and together; variant_tests 30              210 s
+#   3  data_tests 93: the decoder's memory, loader, train.py; train 54: train.py end to end; waits 90: what it
+#      waits for, in several ways and with a trace                                                          237 s
 #   4  products 60; sanitizer 90; counters 45; collectives 45                                                240 s
-#   5  variants_later 175: the other variants; step_vit_s_1024 65                                            240 s
-#   6  program_tests 60: resuming, fine-tuning, detection; kinds 50: kinds of JPEG; host 25; pipeline 35;
-#      step_vit_s_2048 70                                                                                   240 s
+#   5  variants_later 202: the other variants; step_vit_s_compiled 35                                       237 s
+#   6  program_tests 60: resuming, fine-tuning, detection; step_vit_b 80; kinds 50: kinds of JPEG; pipeline 35
+#                                                                                                          225 s
 #
 # 3 and 6 need DALI and tyro (program_tests pycocotools too), the others torch, triton, timm, rich and pytest. IMAGES is
 # a folder of images for the input path (default: generated ones; batches of 512), PYTHON the interpreter (default:

@@ -131,6 +131,9 @@ def test_every_part_names_tests_that_exist():
         for test in (*part.tests, *re.findall(r"\S+/test_\w+\.py|test_\w+\.py", part.arguments)):
             file, _, name = test.partition("::")
             assert f"def {name}" in (ROOT / "tests" / file).read_text(), test
-    for stage in everything.STAGES.values():
+    said = re.findall(r"^#   \d  (.+?)(?=^#   \d|^#$)", (ROOT / "bench/device.sh").read_text(), re.M | re.S)
+    for text, stage in zip(said, everything.STAGES.values(), strict=True):
+        expected = sum(int(re.search(rf"\b{part.name} (\d+)", text)[1]) for part in stage)
+        assert expected <= everything.STAGE_LIMIT and text.endswith(f" {expected} s\n")
         assert sum(part.seconds for part in stage) < 2 * everything.STAGE_LIMIT  # they seldom need their limits
         assert len({part.name for part in stage}) == len(stage) <= 6  # with a trace and a log 8 files

@@ -34,7 +34,7 @@ STAGES = {  # keys that the result of each part has to have, where it is run
         "machine": {"copy_bytes_per_second", "flop_per_second"}, "gpu_tests": TESTS, "step_vit_s": STEP,
         "kernels": {"copy_bytes_per_second", "rows"},
     },
-    2: {"variant_tests": TESTS, "step_vit_b": STEP},
+    2: {"variant_tests": TESTS},
     3: {
         "data_tests": TESTS, "train": {"pairs_per_second", "data_wait", "metrics"}, "waits": {"runs"},
     },
@@ -42,9 +42,9 @@ STAGES = {  # keys that the result of each part has to have, where it is run
         "products": {"rows", "best_flop_per_second"}, "sanitizer": {"rows", "not_run"},
         "counters": {"rows", "not_run"}, "collectives": {"alone", "two"},
     },
-    5: {"step_vit_s_1024": STEP},
+    5: {"step_vit_s_compiled": STEP},
     6: {
-        "program_tests": TESTS, "kinds": {"rows"}, "host": {"next_ms", "checkpoint_ms"}, "step_vit_s_2048": STEP,
+        "program_tests": TESTS, "kinds": {"rows"}, "step_vit_b": STEP,
         "pipeline": {"recipe", "rates", "stages", "parity"},
     },
 }  # fmt: skip
@@ -121,6 +121,11 @@ def check_stage(stage, ended, folder):
     ((_, _, table),) = tables.by_machine(results)
     said = {row["what"] for result in results for row in result.data["findings"]}
     assert len(table) == 1 + len(said)  # of several with the same words, the newest
+
+
+def test_host_says_what_a_batch_and_a_checkpoint_take(tmp_path):
+    assert main(["host", "--smoke", "--json", str(tmp_path / "host.json")]) == 0
+    assert {"next_ms", "checkpoint_ms"} <= set(json.loads((tmp_path / "host.json").read_text()))
 
 
 def test_the_device_script_takes_a_stage(tmp_path):
