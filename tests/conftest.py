@@ -2,6 +2,7 @@
 
 import html
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -19,12 +20,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it when it is impor
 import forks
 import numpy as np
 import pytest
-import torch
 from forks import ROOT
 from PIL import Image
 
 
 def pytest_collection_modifyitems(items):
+    import torch  # not above: the process that hands out the tests has no use for it, and starts the others first
+
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -184,11 +186,16 @@ def run_program(
         given = environment | {"LOCAL_WORLD_SIZE": str(ranks)} | ({"XDG_CACHE_HOME": "/proc/self/cwd"} if nodes else {})
         folders = [node for node in nodes or [ROOT] for _ in range(ranks)]
         local = [given | {"LOCAL_RANK": str(number % ranks)} for number in range(len(folders))]
-        program = words[:1] if words[0] in ("-c", "-m") else [str(ROOT / words[0])]
-        done = forks.run([*program, *words[1:]], local, folders, LIMIT)
+        done = forks.run(words, local, folders, LIMIT)
     if check is not None:
         assert done.returncode == check, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
+
+
+def start_program(said: Path, *arguments) -> multiprocessing.Process:
+    """The same in the background; what it says is in the files ``out`` and ``err`` of the folder ``said``."""
+    said.mkdir()
+    return forks.start([*map(str, arguments)], {**os.environ}, ROOT, said)
 
 
 SMALL = (

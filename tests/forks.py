@@ -11,8 +11,6 @@ import time
 from multiprocessing import connection
 from pathlib import Path
 
-import torch.distributed as dist
-
 ROOT = Path(__file__).resolve().parent.parent
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
@@ -27,18 +25,15 @@ def run(words: list[str], environments: list[dict], folders: list[Path], limit: 
     their store. Raises TimeoutExpired after ``limit`` seconds.
     """
     if (ranks := len(folders)) > 1:
+        import torch.distributed as dist
+
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
         environments = [
             given | shared | {"RANK": str(rank), "WORLD_SIZE": str(ranks)} for rank, given in enumerate(environments)
         ]
     with tempfile.TemporaryDirectory() as said:
-        forks = [
-            _CONTEXT.Process(target=_fork, args=(words, Path(said), *where))
-            for where in zip(environments, folders, strict=True)
-        ]
-        for fork in forks:
-            fork.start()
+        forks = [start(words, *where, Path(said)) for where in zip(environments, folders, strict=True)]
         end = time.monotonic() + limit
         while running := [fork for fork in forks if fork.exitcode is None]:
             connection.wait([fork.sentinel for fork in running], max(0, end - time.monotonic()))
@@ -52,7 +47,14 @@ def run(words: list[str], environments: list[dict], folders: list[Path], limit: 
         return subprocess.CompletedProcess(words, code, *((Path(said) / name).read_text() for name in ("out", "err")))
 
 
-def _fork(words, said, environment, folder):
+def start(words: list[str], environment: dict, folder: Path, said: Path) -> multiprocessing.Process:
+    """The same in the background. What it says is in the files ``out`` and ``err`` of the folder ``said``."""
+    fork = _CONTEXT.Process(target=_fork, args=(words, environment, folder, said))
+    fork.start()
+    return fork
+
+
+def _fork(words, environment, folder, said):
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
@@ -64,4 +66,4 @@ def _fork(words, said, environment, folder):
     elif words[0] == "-m":
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
-        runpy.run_path(words[0], run_name="__main__")
+        runpy.run_path(str(ROOT / words[0]), run_name="__main__")

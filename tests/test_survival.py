@@ -4,30 +4,55 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
-from conftest import MORE, ROOT, SMALL, metrics, run_program, train
+from conftest import MORE, SMALL, metrics, run_program, start_program, train
 
 from run.signals import STOPPED
 from train import main
 from transfer import knn
 
+TORCHRUN = """
+import multiprocessing, os, runpy, subprocess, sys
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+from torch.distributed.run import main
+
+def rank(words, environment):
+    os.setsid()
+    os.environ.update(environment)
+    sys.argv = [*words[2:]]  # without python -u
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+class Fork:
+    def __init__(self, args, env, **_):
+        self.process = multiprocessing.get_context("fork").Process(target=rank, args=(args, env))
+        self.process.start()
+        self.pid = self.process.pid
+
+    def poll(self):
+        return self.process.exitcode
+
+    def wait(self, timeout):
+        self.process.join(timeout)
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired("rank", timeout)
+
+subprocess_handler.Popen = Fork
+main(sys.argv[1:])
+"""
+
 
 def start(data, output, *more, ranks=1):
-    """train.py in the background, once it has written a first line of metrics, and the file of what it says. Its ranks
-    are children of torchrun, which starts them a second time."""
-    launcher = [sys.executable]
+    """train.py in the background, once it has written a first line of metrics, and what tells what it has said. Its
+    ranks are children of torchrun, which starts them a second time; forks of it, as importing torch anew takes long."""
+    launcher, said = (), output.parent / "said"
     if ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--nproc-per-node", ranks, "--standalone"]
-        launcher += ["--max-restarts", 1, "--monitor-interval", 0.1]
-    command, said = [*launcher, "train.py", *SMALL, "--data", data, "--output", output, *more], output.parent / "said"
-    with said.open("w") as file:
-        running = subprocess.Popen([*map(str, command)], cwd=ROOT, stdout=file, stderr=file)
+        launcher = "-c", TORCHRUN, "--nproc-per-node", ranks, "--standalone", "--max-restarts", 1
+        launcher += "--monitor-interval", 0.1
+    running = start_program(said, *launcher, "train.py", *SMALL, "--data", data, "--output", output, *more)
     wait_for(lambda: (output / "metrics.jsonl").exists() and (output / "metrics.jsonl").stat().st_size)
-    return running, said
+    return running, lambda: "".join((said / name).read_text() for name in ("out", "err"))
 
 
 def wait_for(condition, seconds=240):
@@ -35,6 +60,12 @@ def wait_for(condition, seconds=240):
     while not condition():
         assert time.monotonic() < end, "in vain"
         time.sleep(0.02)
+
+
+def ended(process):
+    """Its exit code."""
+    process.join(240)
+    return process.exitcode
 
 
 def children(process):
@@ -48,13 +79,13 @@ def alive(pid):
 def test_a_signal_saves_and_the_same_command_goes_on(undisturbed, photos, tmp_path, capsys):
     """And as long as the program is there, be it halted, no other may work in its folder."""
     running, said = start(photos, tmp_path / "run", *MORE)
-    running.send_signal(signal.SIGSTOP)
+    os.kill(running.pid, signal.SIGSTOP)
     with pytest.raises(SystemExit, match="2"):
         main([*SMALL, "--data", str(photos), "--output", str(tmp_path / "run")])
     assert "in use by another process" in capsys.readouterr().err
-    running.send_signal(signal.SIGTERM)
-    running.send_signal(signal.SIGCONT)
-    assert running.wait(timeout=240) == STOPPED == 75 and "stopped on request after step" in said.read_text()
+    os.kill(running.pid, signal.SIGTERM)
+    os.kill(running.pid, signal.SIGCONT)
+    assert ended(running) == STOPPED == 75 and "stopped on request after step" in said()
     assert not list((tmp_path / "run" / "inflight").iterdir())
     train(photos, tmp_path / "run", "--eval-data", photos, *MORE)
     assert metrics(tmp_path / "run") == metrics(undisturbed[0])
@@ -90,22 +121,23 @@ def test_a_signal_ends_what_is_measured_in_the_midst_of_a_run(photos, tmp_path, 
     assert said.endswith("stopped on request after step 16, which is saved; the same command goes on from there\n")
 
 
-def test_a_first_signal_is_told_of_and_a_second_one_ends_all_at_once():
+def test_a_first_signal_is_told_of_and_a_second_one_ends_all_at_once(tmp_path):
     """Also within an operation that does not come back to Python."""
     code = (
         "import hashlib, torch\nfrom run.ranks import Ranks\nfrom run.signals import StopRequest\n"
         "with StopRequest(Ranks(0, 1, 1, torch.device('cpu')), lambda line: print(line, flush=True)):\n"
         "    print('ready', flush=True)\n    hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)\n"
     )
-    running = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert running.stdout.readline() == "ready\n"
+    running, said = start_program(tmp_path / "said", "-c", code), tmp_path / "said/out"
+    wait_for(lambda: said.exists() and said.read_text() == "ready\n")
     running.terminate()
-    assert running.stdout.readline().startswith("asked to stop: this step is finished")
+    wait_for(lambda: said.read_text().startswith("ready\nasked to stop: this step is finished"))
     for pause in (0.1, 1.2):  # the second comes so soon that it is the first one again, handed on
         time.sleep(pause)
-        assert running.poll() is None
+        assert running.exitcode is None
         running.terminate()
-    assert running.wait(timeout=10) == 128 + signal.SIGTERM
+    running.join(10)
+    assert running.exitcode == 128 + signal.SIGTERM
 
 
 def test_a_rank_dies_the_job_goes_on_from_the_checkpoint_and_stops_as_one(photos, tmp_path):
@@ -114,15 +146,15 @@ def test_a_rank_dies_the_job_goes_on_from_the_checkpoint_and_stops_as_one(photos
     wait_for(lambda: list((tmp_path / "run" / "checkpoints").glob("*.pt")))
     first = children(running)
     os.kill(first[-1], signal.SIGKILL)
-    wait_for(lambda: said.read_text().count("patches per view") == 2)
-    assert "; steps 1 to 96\n" not in said.read_text().rpartition("patches per view")[2]
+    wait_for(lambda: said().count("patches per view") == 2)
+    assert "; steps 1 to 96\n" not in said().rpartition("patches per view")[2]
     # The other rank says so, in a line, unless torchrun ends it first.
-    assert "Traceback" not in said.read_text(), said.read_text()
+    assert "Traceback" not in said(), said()
     workers = [*first, *children(running)]
     running.terminate()
-    assert running.wait(timeout=240) and len(set(workers)) == 4
+    assert ended(running) and len(set(workers)) == 4
     wait_for(lambda: not any(map(alive, workers)))
-    assert "stopped on request after step" in said.read_text()
+    assert "stopped on request after step" in said()
     steps = [int(path.stem[5:]) for path in (tmp_path / "run" / "checkpoints").iterdir()]
     done = train(photos, tmp_path / "run", *longer)  # with another number of ranks
     assert f"steps {max(steps) + 1} to 96" in done.stdout

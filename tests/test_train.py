@@ -3,15 +3,12 @@
 import json
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import time
 
 import pytest
 import timm
 import torch
-from conftest import MORE, ROOT, SMALL, metrics, photo, run_program, train
+from conftest import MORE, SMALL, metrics, photo, run_program, start_program, train
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -45,12 +42,12 @@ def test_killed_and_continued_gives_the_same_bytes(undisturbed, photos, tmp_path
     """kill -9 after a checkpoint, the first of which lies within a batch (step 5), then the same command again."""
     output = tmp_path / "killed"
     arguments = ["train.py", *SMALL, "--data", photos, "--output", output, "--eval-data", photos, *MORE]
-    running = subprocess.Popen([sys.executable, *map(str, arguments)], cwd=ROOT, stdout=subprocess.DEVNULL)
+    running = start_program(tmp_path / "said", *arguments)
     deadline = time.monotonic() + 120
     while not list((output / "checkpoints").glob("*.pt")) and time.monotonic() < deadline:
         time.sleep(0.01)
-    running.send_signal(signal.SIGKILL)
-    running.wait()
+    running.kill()
+    running.join()
     steps = [int(re.search(r"\d+", path.name).group()) for path in (output / "checkpoints").glob("*.pt")]
     assert steps and max(steps) < 32, "the run was over before it could be killed"
     said = run_program(*arguments).stdout

@@ -6,12 +6,10 @@ import os
 import shutil
 import signal
 import struct
-import subprocess
-import sys
 
 import numpy as np
 import pytest
-from conftest import ROOT, photo
+from conftest import photo, run_program
 from PIL import Image
 
 from pipeline import Index, Loader, inflight, known, trial
@@ -111,9 +109,7 @@ def test_a_run_that_died_names_the_file_to_the_next_one(data, tmp_path, capsys):
         "list(loader.batches(0, 6))\n"
     )
     place = record(config, ALONE, "train")
-    command = [sys.executable, "-c", code, *map(str, (data, cache, place))]
-    ended = subprocess.run(command, cwd=ROOT, stderr=subprocess.DEVNULL).returncode
-    assert ended == -signal.SIGSEGV and place.exists()
+    assert run_program("-c", code, data, cache, place, check=-signal.SIGSEGV) and place.exists()
     (tmp_path / "run" / "lock").touch()
     _, bad, _ = open_data(dataclasses.replace(config, eval_data=None, dry_run=True), ALONE)
     assert bad == {index.paths.index("b/17.jpg"): "ends the decoder: SIGSEGV"}, "a dry run tries them too"

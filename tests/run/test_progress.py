@@ -6,15 +6,16 @@ import math
 import os
 import pty
 import re
-import subprocess
 import sys
 import warnings
+from multiprocessing import connection
 from types import SimpleNamespace
 
+import forks
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from forks import ROOT
 
 from run import progress
 from run.progress import Report, TooManySkipped
@@ -273,7 +274,10 @@ def test_tensorboard_has_what_the_file_has_in_groups_and_once(tmp_path, monkeypa
 
 
 TERMINAL = """
-import fcntl, pathlib, struct, sys, termios, time, torch
+import fcntl, os, pathlib, struct, sys, termios, time, torch
+for number in range(3):
+    os.dup2(os.open(sys.argv[2], os.O_RDWR), number)
+sys.stdout, sys.stderr = (open(number, "w", 1) for number in (1, 2))
 from pipeline.shown import shown
 from run import progress
 from run.ranks import Ranks
@@ -328,17 +332,17 @@ def test_a_terminal_of_80_columns_has_what_matters_and_one_of_120_more(tmp_path)
     """In a pseudo-terminal: lines stay above the bar, which fits its width and is gone when there is another."""
     master, slave = pty.openpty()
     env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}  # go before its size
-    process = subprocess.Popen(
-        [sys.executable, "-c", TERMINAL, tmp_path], cwd=ROOT, stdin=slave, stdout=slave, stderr=slave,
-        env=env | {"TERM": "xterm", "PYTHONPATH": "."},
-    )  # fmt: skip
+    words = ["-c", TERMINAL, str(tmp_path), os.ttyname(slave)]
+    process = forks.start(words, env | {"TERM": "xterm"}, ROOT, tmp_path)
+    connection.wait([master, process.sentinel])  # until it has opened the terminal, which without a user is at its end
     os.close(slave)
     raw = b""
     with contextlib.suppress(OSError):  # EIO is the end
         while part := os.read(master, 65536):
             raw += part
     os.close(master)
-    assert process.wait() == 0, raw.decode()
+    process.join()
+    assert process.exitcode == 0, raw.decode()
     for columns, part in zip((80, 120), raw.decode().split("begin ")[1:], strict=True):
         stay, seen = screens(part)
         wide = columns == 120
