@@ -1,5 +1,6 @@
 """Runs kernels in Triton's interpreter: in a process of its own, because the switch is read when they are imported, and
-there in a fork for each set of calls, as the imports take seconds."""
+there in a fork for each set of calls, as the imports take seconds; that of torch._dynamo an operator's first call would
+do, in each fork anew."""
 
 import functools
 import os
@@ -11,7 +12,7 @@ from pkgutil import resolve_name
 import torch
 
 SCRIPT = """
-import math, os, sys, torch, kernels
+import math, os, sys, torch, torch._dynamo, kernels
 from tests.kernels.interpreter import call
 empty, margins = torch.empty, []
 
