@@ -3,6 +3,7 @@
 import collections
 import shutil
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,7 @@ assert torch.cuda.memory_reserved() <= before
 
 @pytest.fixture(scope="module")
 def on_imitation(tmp_path_factory):
-    """Runs Python code on the imitation: what it prints on stderr, and what the imitation lists."""
+    """What is printed on stderr, and what the imitation lists, of the code above on it."""
     compiler, folder = shutil.which("cc") or shutil.which("gcc"), tmp_path_factory.mktemp("imitation")
     if compiler is None or not (torch.version.cuda or "").startswith("13."):
         pytest.skip("needs a C compiler, and torch for CUDA 13")
@@ -57,17 +58,14 @@ def on_imitation(tmp_path_factory):
     source = Path(__file__).with_name("imitation.c")
     subprocess.run([compiler, "-w", "-shared", "-fPIC", "-o", library, source, "-ldl", "-lpthread"], check=True)
     paths = {"LD_PRELOAD": library, "LD_LIBRARY_PATH": folder, "IMITATION": listed, "TRITON_CACHE_DIR": folder}
-
-    def run(code):
-        done = run_program("-c", LISTED + code, fresh=True, **{name: str(path) for name, path in paths.items()})
-        return done.stderr, listed.read_text().splitlines()
-
-    return run
+    code = LISTED + STEPS + FAILING
+    done = run_program("-c", code, fresh=True, **{name: str(path) for name, path in paths.items()})
+    return done.stderr, listed.read_text().splitlines()
 
 
 def test_steps_are_recorded_and_wait_for_nothing(on_imitation):
-    _, listed = on_imitation(STEPS)
-    batches = [listed[slice(*ends)] for ends in zip(at(listed, "batch"), [*at(listed, "batch")[1:], -1], strict=True)]
+    _, listed = on_imitation
+    batches = [listed[slice(*ends)] for ends in pairwise([*at(listed, "batch"), *at(listed, "end")])]
     recording, recorded = batches[2:]
     for part in map(slice, at(recording, "begins"), at(recording, "ends")):
         calls = collections.Counter(recording[part])
@@ -82,7 +80,7 @@ def test_steps_are_recorded_and_wait_for_nothing(on_imitation):
 
 
 def test_what_cannot_be_recorded_goes_on_without(on_imitation):
-    said, _ = on_imitation(FAILING)
+    said, _ = on_imitation
     assert said.count("steps go on without a CUDA graph, which could not be recorded") == 1, said
 
 
