@@ -1,5 +1,6 @@
 """What several test files share: images on disk, ranks in processes of their own, and the GPU marker."""
 
+import atexit
 import html
 import json
 import multiprocessing
@@ -195,7 +196,9 @@ def run_program(
 def start_program(said: Path, *arguments) -> multiprocessing.Process:
     """The same in the background; what it says is in the files ``out`` and ``err`` of the folder ``said``."""
     said.mkdir()
-    return forks.start([*map(str, arguments)], {**os.environ}, ROOT, said)
+    running = forks.start([*map(str, arguments)], {**os.environ}, ROOT, said)
+    atexit.register(running.kill)  # where a test fails it may go on for long, and this process would wait for it
+    return running
 
 
 SMALL = (
