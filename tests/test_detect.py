@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 LEARNS = (
     "--recipe", "toy",
     "--device", "cpu", "--depth", "2", "--width", "32", "--batch-size", "2", "--epochs", "1.5", "--scale", "1", "1",
-    "--warmup-steps", "20", "--checkpoint-every", "110", "--log-every", "40",
+    "--warmup-steps", "20", "--checkpoint-every", "110", "--log-every", "40", "--image-size", "96", "--proposals", "32",
 )  # fmt: skip
 QUICK = (
     "--recipe", "toy",
@@ -60,8 +60,8 @@ def lines(output):
 
 
 def test_learns_to_find_and_outline(scenes, trained):
-    """Measured with four seeds and 30 steps of warm-up: AP50 of 10 to 22 % for boxes, 12 to 17 % for masks, from 0;
-    AP of 1.7 to 6.2 %."""
+    """Measured with four seeds: AP50 of 14 to 22 % for boxes, from 3, and of 12 to 22 % for masks, from 0; AP of 3.5 to
+    10 %."""
     options, data = scenes
     config = parse([*LEARNS, *options])
     untrained, _ = new_detector(config, 4)
@@ -72,8 +72,8 @@ def test_learns_to_find_and_outline(scenes, trained):
     after = logged[-1]
     assert after["step"] == 120 and after["eval_images"] == 32
     for kind in ("box", "mask"):
-        assert before[f"{kind}_AP50"] < 2
-        assert after[f"{kind}_AP50"] > 5 and after[f"{kind}_AP"] > 0.8
+        assert before[f"{kind}_AP50"] < 4
+        assert after[f"{kind}_AP50"] > 10 and after[f"{kind}_AP"] > 2
     assert [line["step"] for line in logged[:-1]] == [1, 40, 80, 120]
     assert logged[3]["loss"] < 0.8 * logged[0]["loss"]
     found = json.loads((trained / "detections.json").read_text())
