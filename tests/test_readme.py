@@ -40,7 +40,7 @@ TUNE = (
 )  # fmt: skip
 IN_SMALL = {  # what is added to a command
     "train.py": (*SMALL, "--patch-size", "8", "--model", "vit_tiny_patch16_224", "--max-steps", "4"),
-    "finetune.py": (*TUNE, "--image-size", "32", "--max-steps", "2"),
+    "finetune.py": (*TUNE, "--image-size", "32", "--max-steps", "2", "--operations", "1"),
     "embed.py": ("--device", "cpu", "--threads", "1"),
     "detect.py": (
         "--device", "cpu", "--image-size", "64", "--window", "2", "--width", "8", "--batch-size", "4", "--proposals",

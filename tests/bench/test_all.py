@@ -7,6 +7,7 @@ from pathlib import Path
 
 from conftest import ROOT
 
+from bench import __main__ as bench
 from bench import all as everything
 from bench.report import tables
 from bench.report.results import read
@@ -24,6 +25,8 @@ def test_no_speed_behind_failing_tests_and_on_after_failures(tmp_path, monkeypat
 
     def shortened(command, limit, say):
         name = command[-1].removesuffix(".json").split("/")[-1]
+        if name == "fine":  # here, as a program would import torch anew
+            return bench.main(command[3:])
         return stream(instead.get(name, command), 1.5 if name == "long" else limit, say)
 
     monkeypatch.setattr(everything, "stream", shortened)
