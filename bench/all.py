@@ -79,13 +79,14 @@ TRAIN = "train --recipe imagenet-vit-s --batch-size 512 --steps 200"
 STEP_S, STEP_B = (f"step --recipe imagenet-vit-{size} --batch-size" for size in "sb")
 # Variants: first those that should save the most milliseconds for the seconds that they compile.
 SOON = "fastest-products gelu-backward norm-backward short-gelu attention-backward"
-LATER = "fused-mlp class-attention compiled-loss fp8-keys key-stream one-embedding"
+LATER = "fused-mlp class-attention both-views compiled-loss fp8-keys key-stream"
 STAGES = {
     1: (  # neither DALI nor tyro, nor in 2, 4 and 5
         Part("machine", "machine", 40),
         Part("gpu_tests", f"gpu_tests --workers 8 --files {GPU_TESTS}", 130),
         Part("step_vit_s", f"{STEP_S} 512 --modes graph --trace TRACE", 150, where="gpu"),
         Part("kernels", "kernels", 90),
+        Part("passes", "passes", 60),
     ),
     2: (
         # Behind no tests: each is compared with the step before it is timed, and says what came of it.

@@ -4,12 +4,14 @@
 #   bench/device.sh STAGE [--limit SECONDS] [--parts NAME...]    results: $OUT, by default bench/results/<card>-<date>/
 #   bench/device.sh STAGE --smoke                                the same in small, on the CPU
 #
-# Seconds are what is expected on an H100 or H200 with 16 cores, compiling included. Those of stage 1, of data_tests,
-# train, step_vit_b and pipeline an H200 has measured; four variants and those together took it 133. A network compiles
-# in 45 s, in 15 where runs/compiled has it from a stage before, and a process takes 8 s until it begins.
+# Seconds are what is expected on an H100 or H200 with 16 cores, compiling included. Those of stage 1 but for passes,
+# of data_tests, train, step_vit_b and pipeline an H200 has measured; four variants and those together took it 133. A
+# network compiles in 45 s, in 15 where runs/compiled has it from a stage before, and a process takes 8 s until it
+# begins.
 #
 #   1  machine 12: clocks, ceilings; gpu_tests 80: the step and its kernels against the reference, in 8 processes;
-#      step_vit_s 65: batch 512 as a CUDA graph, with a trace; kernels 37                                   194 s
+#      step_vit_s 65: batch 512 as a CUDA graph, with a trace; kernels 37; passes 45: what lies between
+#      the products                                                                                         239 s
 #   2  variants 180: what should save the most of a step, alone and together; variant_tests 30              210 s
 #   3  data_tests 93: the decoder's memory, loader, train.py; train 54: train.py end to end; waits 90: what it
 #      waits for, in several ways and with a trace                                                          237 s

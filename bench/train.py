@@ -83,7 +83,9 @@ def conclusions(d: dict) -> dict:
     spans = f"{number(min(rates))}-{number(max(rates))}, {100 * min(waits):.1f}-{percent(max(waits))}"
     spans += f"; until step {last} of {d['steps']}" * (last < d["steps"])
     speed = f"{number(d['pairs_per_second'])} pairs/s, {percent(d['data_wait'])} of the time waiting for data"
-    found = [finding(f"train.py on files, {of}", f"{speed} after warm-up (lines of the log: {spans})")]
+    headline = "" if d["recipe"] == "toy" else f"train.py, {d['recipe']}"  # the demo has its own
+    more = f"after warm-up; lines of the log: {spans}"
+    found = [finding(f"train.py on files, {of}", speed, more, headline=headline)]
     for row in d.get("runs", ()):
         speed = f"{number(row['pairs_per_second'])} pairs/s, {percent(row['data_wait'])} of the time waiting for data"
         needed, alone = (number(row[f"images_per_second_{name}"]) for name in ("needed", "alone"))

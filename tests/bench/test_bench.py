@@ -32,7 +32,7 @@ STEP = {"recipe", "flop_per_pair", "peak_flop_per_second", "eager"}
 STAGES = {  # keys that the result of each part has to have, where it is run
     1: {
         "machine": {"copy_bytes_per_second", "flop_per_second"}, "gpu_tests": TESTS, "step_vit_s": STEP,
-        "kernels": {"copy_bytes_per_second", "rows"},
+        "kernels": {"copy_bytes_per_second", "rows"}, "passes": {"copy_bytes_per_second", "rows"},
     },
     2: {"variant_tests": TESTS},
     3: {
@@ -325,9 +325,8 @@ def test_what_a_run_logged_until_it_was_cut_off_is_kept(tmp_path, monkeypatch):
         result = json.loads((tmp_path / file).read_text())
         assert round(result["pairs_per_second"]) == 144 and len(result["metrics"]) == 5  # one over (1/120 + 1/180) / 2
         (said,) = result["findings"]
-        assert said["result"] == "144 pairs/s, 50.0 % of the time waiting for data after warm-up " + (
-            "(lines of the log: 120-180, 50.0-50.0 %; until step 6 of 8)"
-        )
+        assert said["result"] == "144 pairs/s, 50.0 % of the time waiting for data"
+        assert said["more"] == "after warm-up; lines of the log: 120-180, 50.0-50.0 %; until step 6 of 8"
     until = 2
     assert run(cut_off, "early.json") == 130 and not (tmp_path / "early.json").exists()
 
