@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -53,13 +54,23 @@ def _printed() -> bool:
     return True
 
 
+def _lost(error) -> None:
+    """What a signal has raised where nothing can be raised, as a ``sys.unraisablehook`` is told of it."""
+    if error.exc_type is KeyboardInterrupt:  # in a destructor, as DALI has one; once more when that is over
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+    # A thread whose start a signal broke off, as torch does where a worker dies: main has heard of it already.
+    elif not isinstance(getattr(error.object, "__self__", None), threading.Thread):
+        sys.__unraisablehook__(error)
+
+
 def run(
     program: str, main: Callable[[list[str]], None], *, goes_on: str = GOES_ON, smaller: str = "--batch-size"
 ) -> None:
     """Calls ``main`` with the command line; what ends a run is said in one line, how it ``goes_on`` and what has to be
     ``smaller`` where memory is not enough, with an exit code other than 0."""
-    for number in SIGNALS:  # SIGTERM as Ctrl-C, where no step is to be finished
+    for number in (*SIGNALS, signal.SIGALRM):  # SIGTERM as Ctrl-C, where no step is to be finished
         signal.signal(number, signal.default_int_handler)
+    told, sys.unraisablehook = sys.unraisablehook, _lost
     atexit.register(gc.freeze)  # at its end Python would look through all modules for what to free: 1.8 s, now 0.2
     try:
         with quiet.decoder():
@@ -90,5 +101,7 @@ def run(
         print(f"{program}: interrupted; {goes_on}", file=sys.stderr)
         sys.exit(STOPPED)
     finally:
-        for number in SIGNALS:  # no traceback out of an exit handler; a checkpoint is never torn
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.unraisablehook = told
+        for number in (*SIGNALS, signal.SIGALRM):  # no traceback out of an exit handler; a checkpoint is never torn
             signal.signal(number, signal.SIG_DFL)

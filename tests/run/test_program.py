@@ -2,6 +2,8 @@
 
 import errno
 import os
+import signal
+import time
 
 import pytest
 import torch
@@ -73,3 +75,16 @@ def test_other_errors_are_not_hidden_and_wrong_input_is_said_once_on_each_machin
         with pytest.raises(SystemExit) as end, program.opening("a.py"):
             raise ValueError("wrong")
         assert end.value.code == 2 and capsys.readouterr().err == said
+
+
+def test_a_signal_that_comes_in_a_destructor_ends_the_program_too(monkeypatch, capsys):
+    """As in that of DALI's pipelines, out of which nothing can be raised."""
+
+    class Pipeline:
+        def __del__(self):
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as end:
+        program.run("a.py", lambda _: [Pipeline() and None, time.sleep(20)])
+    said = capsys.readouterr().err
+    assert end.value.code == STOPPED and said.startswith("a.py: interrupted") and said.count("\n") == 1
