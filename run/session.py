@@ -156,6 +156,12 @@ def lock(output: Path) -> None:
         _locks[output] = file
 
 
+def leave_locks() -> None:
+    """Lets a forked process go of the locks that it has from its parent: it may outlive that by seconds."""
+    while _locks:
+        os.close(_locks.popitem()[1])
+
+
 def write_rejected(output: Path, index: Data, bad: dict[int, str]) -> None:
     """``rejected.jsonl``: one line for each file that is not trained on, with the reason."""
     rejected = sorted(_reasons(index, bad))

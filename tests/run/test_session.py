@@ -1,15 +1,19 @@
 """Output folders: new ones, those of the same run, and all that are neither."""
 
 import json
+import multiprocessing
 import os
+import signal
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from run import checkpoint
 from run.recipes import Config, RunConfig
-from run.session import OURS, check_share, describe, named, open_output, summarise_rejected
+from run.session import OURS, check_share, describe, lock, named, open_output, summarise_rejected
 from tests.run.test_loop import ALONE, Data
+from transfer.detection.batches import apart
 
 
 def refused(said, config, data=None):
@@ -115,3 +119,19 @@ def test_shares_of_bad_files_and_how_they_are_named(tmp_path):
         said = named([("a\n", "b")] * count)
         assert said.count("a\\n: b") == 10 and said.endswith(more or "b") and said.count("; ") == 9 + bool(more)
     assert describe(RunConfig(), data)["data"]["images"] == 999
+
+
+def die(output):
+    lock(output)
+    images = iter(DataLoader(range(9), num_workers=1, worker_init_fn=apart))
+    next(images)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_folder_of_a_killed_program_is_free_at_once(tmp_path):
+    """Its image workers notice that it is gone after seconds only."""
+    killed = multiprocessing.get_context("fork").Process(target=die, args=(tmp_path,))
+    killed.start()
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL
+    lock(tmp_path)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from pipeline.loader import bad_limit, refuse_too_many
+from run.session import leave_locks
 
 from .coco import CocoData
 
@@ -145,8 +146,10 @@ class CocoLoader:
 
 def apart(worker: int) -> None:
     """``worker_init_fn`` of a ``DataLoader``: what a terminal or a scheduler sends to a group of processes reaches the
-    program, which ends its workers itself, but not these, whose death would end it at once."""
+    program, which ends its workers itself, but not these, whose death would end it at once. And when it is killed, its
+    output folder is free at once."""
     os.setsid()
+    leave_locks()
 
 
 def _target(labels: Tensor, masks: Tensor) -> dict[str, Tensor]:
