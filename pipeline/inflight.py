@@ -48,6 +48,8 @@ def _remove(path, file):
 def suspects(path: Path, fingerprint: str, images: int) -> list[list[int]] | None:
     """The batches of samples on record, of an index with so many images; None if the record is of another index."""
     content = path.read_bytes()
+    if not content:  # it ended before its first batch
+        return []
     if content[:_DIGEST] != fingerprint.encode():
         return None
     content = content[_DIGEST:]

@@ -116,6 +116,8 @@ def _known(config: ImagesConfig, ranks: Ranks, index: Index) -> dict[int, str]:
 def _killers(config: ImagesConfig, ranks: Ranks, index: Index, batches: list[list[int]]) -> dict[int, str]:
     """Which of the samples that were in flight end a decoder, and how; said in a line."""
     place = {index.place(sample): sample for batch in batches for sample in batch}
+    if not place:
+        return {}
     how = {"batch": max([1, *map(len, batches)]), "threads": ranks.threads(config.threads)}
     how["device_id"] = ranks.device.index if ranks.device.type == "cuda" else None
     try:

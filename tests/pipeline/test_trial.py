@@ -123,7 +123,9 @@ def test_a_run_that_died_names_the_file_to_the_next_one(data, tmp_path, capsys):
     said = capsys.readouterr().out
     assert said.count("\n") == 1 and "b/17.jpg: ends the decoder: SIGSEGV" in said
     shutil.copy(data / "b" / "19.jpg", killer)  # repaired
-    assert open_data(config, ALONE)[1] == {}
+    (tmp_path / "run" / "inflight" / "probe-7-0").touch()  # of one that died before its first batch
+    assert open_data(config, ALONE)[1] == {} and not list((tmp_path / "run" / "inflight").iterdir())
+    assert not capsys.readouterr().out
 
 
 def test_a_record_is_there_as_long_as_something_is_in_flight(data, tmp_path):
