@@ -48,6 +48,9 @@ def main(arguments: list[str]) -> int:
         return importlib.import_module(f"bench.{arguments[0]}").main(arguments[1:])
     except KeyboardInterrupt:
         return 130
+    except (FileExistsError, NotADirectoryError) as error:
+        print(f"bench: {error.filename} is a file, or below one; expected a folder", file=sys.stderr)
+        return 1
     except ValueError as error:
         from pipeline import TooManyBadFiles
 

@@ -231,6 +231,14 @@ def test_images_that_are_none_are_said_in_a_line(tmp_path, capsys):
         assert said.startswith("bench: ") and wrong in said and said.count("\n") == 1
 
 
+@pytest.mark.parametrize("words", ["index --folder", "all --out"])
+def test_a_file_in_the_place_of_a_folder_is_said_in_a_line(tmp_path, capsys, words):
+    (tmp_path / "file").touch()
+    assert main([*words.split(), str(tmp_path / "file"), "--smoke"]) == 1
+    said = capsys.readouterr().err
+    assert said == f"bench: {tmp_path / 'file'} is a file, or below one; expected a folder\n"
+
+
 def test_images_that_do_not_decode_are_said_in_a_line(tmp_path, photos, capsys):
     """Too many of them: only decoding shows it."""
     for number, path in enumerate(sorted(photos.rglob("*.jpg"))[:32]):
