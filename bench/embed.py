@@ -26,7 +26,16 @@ from torch import Tensor
 
 from bench import environment
 from bench.findings import finding, number
-from bench.pipeline import Files, decodable, folder_of_images, opened, processor_seconds, read_by_dali, skip
+from bench.pipeline import (
+    Files,
+    decodable,
+    folder_of_images,
+    opened,
+    processor_seconds,
+    read_by_dali,
+    skip,
+    without_dali,
+)
 from model.export import export_model
 from pipeline import Index, evaluation_batches
 from run.recipes import RECIPES
@@ -46,10 +55,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="passes of each, in turns")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="that read, or processes")
     options = parser.parse_args(arguments)
-    try:
-        import nvidia.dali  # noqa: F401
-    except ImportError as error:
-        return skip(options, f"DALI cannot be imported: {error}")
+    if reason := without_dali():
+        return skip(options, reason)
     config, count, rounds = RECIPES[RECIPE], options.count, options.rounds
     if options.smoke:
         config, count, rounds = dataclasses.replace(config, depth=1, image_size=64), 8, 1

@@ -15,7 +15,7 @@ from PIL import Image
 
 from bench import environment
 from bench.findings import finding, number
-from bench.pipeline import skip
+from bench.pipeline import skip, without_dali
 from bench.step import wait
 from pipeline import Index, Loader
 from run.checkpoint import Saver
@@ -39,10 +39,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--recipe", choices=RECIPES, default="imagenet-vit-s")
     parser.add_argument("--batch-size", type=int, default=512, help="images")
     options = parser.parse_args(arguments)
-    try:
-        import nvidia.dali  # noqa: F401
-    except ImportError as error:
-        return skip(options, f"DALI cannot be imported: {error}")
+    if reason := without_dali():
+        return skip(options, reason)
     batch, turns = (8, 2) if options.smoke else (options.batch_size, 20)
     with tempfile.TemporaryDirectory() as folder:
         for i in range(2 * batch):

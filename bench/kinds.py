@@ -13,7 +13,7 @@ import torch
 
 from bench import environment
 from bench.findings import failure, finding, number, without_figures
-from bench.pipeline import AHEAD, drain, generate, skip
+from bench.pipeline import AHEAD, drain, generate, skip, without_dali
 from pipeline import Index, Loader
 from run.ranks import Ranks
 from run.recipes import RECIPES
@@ -66,10 +66,8 @@ def conclusions(d: dict) -> dict:
 
 def main(arguments: list[str]) -> int:
     options = environment.parser("kinds", "The input path on progressive and on large JPEGs.").parse_args(arguments)
-    try:
-        import nvidia.dali  # noqa: F401
-    except ImportError as error:
-        return skip(options, f"DALI cannot be imported: {error}")
+    if reason := without_dali():
+        return skip(options, reason)
     config, result = RECIPES["imagenet-vit-s"], {"recipe": "imagenet-vit-s", "rows": []}
     for kind, (height, width, batch) in KINDS.items():
         try:

@@ -27,8 +27,8 @@ from bench.products import NO_GPU
 from bench.roofline import Sizes
 from bench.timing import copy_bandwidth, measure_each
 from bench.variants import blocks, columns, one
-from kernels import attention
-from kernels.short_attention import one_by_sums, suits
+from kernels import attention, attention_of_one
+from kernels.short_attention import suits
 from run.recipes import RECIPES
 
 SECONDS = 0.3  # of all ways of a pass
@@ -56,8 +56,7 @@ def both(function: Callable, *inputs: Tensor) -> tuple[Callable, Callable]:
 
 def add_norm(stream, branch, bias, gamma, beta):
     total = stream + (branch + bias)
-    wide = total.to(torch.promote_types(total.dtype, torch.float32))
-    return total, F.layer_norm(wide, total.shape[-1:], gamma, beta, 1e-6).to(total.dtype)
+    return total, F.layer_norm(columns.wide(total), total.shape[-1:], gamma, beta, 1e-6).to(total.dtype)
 
 
 def passes(images: int, tokens: int, width: int, hidden: int, heads: int, device, dtype) -> Iterator[tuple]:
@@ -93,12 +92,7 @@ def passes(images: int, tokens: int, width: int, hidden: int, heads: int, device
     ways = {"compiled": backward, "kernel": functools.partial(columns.launch_attention, qkv.detach(), gradient, heads)}
     yield "attention, backward", 7 * rows * width, ways
     query, others = random(2 * images, 1, width), random(2 * images, tokens, 2 * width)
-
-    def by_sums(query, others):
-        k, v = others.unflatten(2, (2, heads, -1)).unbind(2)
-        return one_by_sums(query.unflatten(2, (heads, -1)), k, v).flatten(2)
-
-    forward, backward = both(by_sums, query, others)
+    forward, backward = both(functools.partial(attention_of_one, heads=heads), query, others)
     given = query.detach(), others.detach()
     kernel = functools.partial(one.launch, *given, heads)
     yield "class attention", 2 * rows * width, {"compiled": forward, "kernel": kernel}
@@ -145,9 +139,7 @@ def main(arguments: list[str]) -> int:
     for what, numbers, ways in passes(*shape, device, dtype):
         if device.type != "cuda":
             ways = {how: NO_GPU if how.startswith("kernel") else call for how, call in ways.items()}
-        times = measure_each({how: call for how, call in ways.items() if callable(call)}, device, seconds=seconds)
-        for how, call in ways.items():
-            time = times.get(how, {"not_run": call})
+        for how, time in measure_each(ways, device, seconds=seconds).items():
             row = {"pass": what, "how": how, "bytes": numbers * dtype.itemsize}
             if "p50" in time:
                 row |= {f"{p}_us": time[p] * 1e6 for p in ("p20", "p50", "p80")}

@@ -114,6 +114,15 @@ def options_of(subject: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
+def without_dali() -> str:
+    """Why DALI cannot be imported here; "" where it can."""
+    try:
+        import nvidia.dali  # noqa: F401
+    except ImportError as error:
+        return f"DALI cannot be imported: {error}"
+    return ""
+
+
 def skip(options: argparse.Namespace, reason: str) -> int:
     environment.save(options, {"not_run": reason, "findings": [finding(options.subject, f"not run: {reason}")]})
     print(f"not run: {reason}")
@@ -129,10 +138,8 @@ def main(arguments: list[str]) -> int:
     )
     parser.set_defaults(batch_size=512 if on_gpu else 128)
     options = parser.parse_args(arguments)
-    try:
-        import nvidia.dali  # noqa: F401
-    except ImportError as error:
-        return skip(options, f"DALI cannot be imported: {error}")
+    if reason := without_dali():
+        return skip(options, reason)
     cores = len(os.sched_getaffinity(0))
     config, batch = RECIPES[options.recipe], options.batch_size
     batches, rounds, looked_at = options.batches, 1 if on_gpu else 5, 100

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bench import environment
 from bench.findings import finding, plot
-from bench.pipeline import generate, skip
+from bench.pipeline import generate, skip, without_dali
 from pipeline import Index, Loader, graph
 from run.recipes import RECIPES
 
@@ -25,10 +25,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--batches", type=int, default=4000)
     parser.add_argument("--batch-size", type=int, default=64, help="images")
     options = parser.parse_args(arguments)
-    try:
-        import nvidia.dali  # noqa: F401
-    except ImportError as error:
-        return skip(options, f"DALI cannot be imported: {error}")
+    if reason := without_dali():
+        return skip(options, reason)
     batch, batches = (32, 80) if options.smoke else (options.batch_size, options.batches)
     count, damaged = 16 * batch, 5
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:

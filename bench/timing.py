@@ -32,11 +32,14 @@ def measure(calls: dict[str, Callable], device: torch.device, *, seconds: float,
     return {name: summary(values) for name, values in times.items()}
 
 
-def measure_each(calls: dict[str, Callable], device: torch.device, *, seconds: float) -> dict[str, dict]:
-    """The same, with {"failed": why} of a call that fails at first, which stops no other."""
+def measure_each(calls: dict[str, Callable | str], device: torch.device, *, seconds: float) -> dict[str, dict]:
+    """The same, with {"not_run": why} of what is no call but the reason why there is none, and {"failed": why} of one
+    that fails at first, which stops no other."""
     found = {}
     for name, call in calls.items():
-        found[name] = {}
+        found[name] = {} if callable(call) else {"not_run": call}
+        if found[name]:
+            continue
         try:
             call()
             if device.type == "cuda":

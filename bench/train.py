@@ -18,11 +18,18 @@ from pathlib import Path
 
 from bench import environment
 from bench.findings import finding, number, percent
-from bench.pipeline import drain, folder_of_images, options_of, skip
+from bench.pipeline import drain, folder_of_images, options_of, skip, without_dali
 from pipeline import Loader
 from run import quiet
 from run.ranks import Ranks
 from run.recipes import RECIPES
+
+SMALL = ["--image-size", "32", "--depth", "2"]
+
+
+def missing() -> str:
+    """Why train.py cannot run here; "" where it can."""
+    return without_dali() if find_spec("tyro") else "tyro is not installed"
 
 
 def main(arguments: list[str]) -> int:
@@ -32,15 +39,11 @@ def main(arguments: list[str]) -> int:
         "--ranks", type=int, nargs="+", default=[1], help="processes, one run for each of these numbers"
     )
     options = parser.parse_args(arguments)
-    if find_spec("tyro") is None:
-        return skip(options, "tyro is not installed")
-    try:
-        import nvidia.dali  # noqa: F401
-    except ImportError as error:
-        return skip(options, f"DALI cannot be imported: {error}")
+    if reason := missing():
+        return skip(options, reason)
     recipe, batch, steps, more = options.recipe, options.batch_size, options.steps, []
     if options.smoke:
-        recipe, batch, steps, more = "toy", 8, 8, ["--image-size", "32", "--depth", "2"]
+        recipe, batch, steps, more = "toy", 8, 8, SMALL
     config = RECIPES[recipe]
     result = {
         "recipe": recipe, "batch_size": batch, "steps": steps, "source": "given" if options.images else "generated",

@@ -37,7 +37,9 @@ from bench import environment
 from bench.findings import failure, finding, number, percent, without_figures
 from bench.index import alone
 from bench.pipeline import folder_of_images, options_of, read_by_dali, skip
+from bench.step import wait
 from bench.timing import NO_KERNEL
+from bench.train import SMALL, missing
 from run.recipes import RECIPES
 
 QUEUES = 32
@@ -51,14 +53,11 @@ def main(arguments: list[str]) -> int:
     parser = options_of("waits", "What train.py waits for where it waits for data.")
     parser.add_argument("--batches", type=int, default=12, help="of each way")
     options = parser.parse_args(arguments)
-    try:
-        import nvidia.dali  # noqa: F401
-        import tyro  # noqa: F401
-    except ImportError as error:
-        return skip(options, f"{error.name} cannot be imported")
+    if reason := missing():
+        return skip(options, reason)
     recipe, batch, batches, more = options.recipe, options.batch_size, options.batches, []
     if options.smoke:
-        recipe, batch, batches, more = "toy", 8, 2, ["--image-size", "32", "--depth", "2"]
+        recipe, batch, batches, more = "toy", 8, 2, SMALL
     result = {"recipe": recipe, "batch_size": batch, "batches": batches, "runs": []}
     with folder_of_images(options.images, 4 * batch) as (images, index), tempfile.TemporaryDirectory() as folder:
         if read_by_dali(index):
@@ -120,7 +119,7 @@ def run(command: list[str], steps: int) -> dict:
         took(loop, *results)
         if loop.step % steps == 0:
             way.close()
-            _wait()
+            wait(environment.device())
             if loop.step < total:
                 way.enter_context(next(left)())
 
@@ -188,7 +187,7 @@ def traced(found: dict) -> Iterator[None]:
         def counted(*arguments):
             figures = step(*arguments)
             if next(taken) == TRACED:
-                _wait()
+                wait(environment.device())
                 stack.close()
             return figures
 
@@ -197,11 +196,6 @@ def traced(found: dict) -> Iterator[None]:
     with tempfile.TemporaryDirectory() as folder:
         profiler.export_chrome_trace(str(file := Path(folder) / "trace.json"))
         found |= seen(json.loads(file.read_text())["traceEvents"])
-
-
-def _wait() -> None:
-    if environment.device().type == "cuda":
-        torch.cuda.synchronize()
 
 
 def seen(events: list[dict]) -> dict:

@@ -49,13 +49,17 @@ class LastBlock(Block):
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
 
+def active_parts(module: nn.Module) -> set[str]:
+    """Names of the parts that change what goes through them: no identities, and no dropout that drops nothing."""
+    parts = module.named_children()
+    return {name for name, part in parts if not isinstance(part, nn.Identity) and getattr(part, "p", 1)}
+
+
 def pack(vit: VisionTransformer) -> None:
     """Put our form of attention in the place of timm's, where that has no further parts (norms, a gate, dropout), and
     with it that of the last block."""
     for module in vit.modules():
-        parts = dict(module.named_children()) if type(module) is Attention else {}
-        extra = {name for name, part in parts.items() if not isinstance(part, nn.Identity) and getattr(part, "p", 1)}
-        if extra == {"qkv", "proj"}:
+        if type(module) is Attention and active_parts(module) == {"qkv", "proj"}:
             module.__class__ = PackedAttention
     last = vit.blocks[-1] if isinstance(vit, VisionTransformer) else None
     if type(last) is Block and type(last.attn) is PackedAttention:

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from timm.layers import Mlp
 from torch import Tensor, nn
 
+from .encoder import active_parts
+
 
 @torch.library.custom_op("aps::linear_gelu", mutates_args=(), device_types="cpu")
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -39,10 +41,9 @@ class KeyMlp(Mlp):
 def gelu_in_products(network: nn.Module, kind: torch.dtype) -> None:
     """In all MLPs that are two layers with biases, torch's GELU between them and nothing else."""
     for module in network.modules():
-        if type(module) is Mlp and type(module.act) is nn.GELU and module.fc1.bias is not None:
-            more = [part for part in (module.drop1, module.norm, module.drop2) if getattr(part, "p", 1)]
-            if all(isinstance(part, nn.Identity) for part in more):
-                module.__class__, module.kind = KeyMlp, kind
+        plain = type(module) is Mlp and active_parts(module) == {"fc1", "act", "fc2"}
+        if plain and type(module.act) is nn.GELU and module.fc1.bias is not None:
+            module.__class__, module.kind = KeyMlp, kind
 
 
 def pays(device: torch.device) -> bool:

@@ -14,7 +14,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from bench.variants import cublaslt, mlp
-from bench.variants.columns import attention_backward, gelu_backward, norm_backward
+from bench.variants.columns import attention_backward, gelu_backward, norm_backward, wide
 from bench.variants.one import one, one_backward
 from kernels import attention
 from model.encoder import PackedAttention
@@ -36,14 +36,10 @@ def _below(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(x >= 0, 1 - tail, tail), density
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def gelu(x: Tensor) -> Tensor:
     """GELU of x, computed in float32 where that is in half precision."""
-    wide = _wide(x)
-    return (wide * _below(wide)[0]).to(x.dtype)
+    exact = wide(x)
+    return (exact * _below(exact)[0]).to(x.dtype)
 
 
 class _ShortGelu(torch.autograd.Function):
@@ -55,9 +51,9 @@ class _ShortGelu(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         (x,) = ctx.saved_tensors
-        wide = _wide(x)
-        below, density = _below(wide)
-        return (_wide(gradient) * (below + wide * density * 0.3989422804014327)).to(x.dtype)
+        exact = wide(x)
+        below, density = _below(exact)
+        return (wide(gradient) * (below + exact * density * 0.3989422804014327)).to(x.dtype)
 
 
 class ShortGelu(nn.GELU):
@@ -84,10 +80,8 @@ class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, stream, branch, bias, gamma, beta, eps):
         total = stream + branch
-        wide = total.to(torch.promote_types(total.dtype, torch.float32))
-        normed, mean, rstd = torch.native_layer_norm(
-            wide, total.shape[-1:], gamma.to(wide.dtype), beta.to(wide.dtype), eps
-        )
+        x = wide(total)
+        normed, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], gamma.to(x.dtype), beta.to(x.dtype), eps)
         ctx.save_for_backward(total, mean, rstd, gamma)
         ctx.types = bias.dtype, gamma.dtype
         return total, normed.to(total.dtype)
@@ -126,7 +120,7 @@ class _One(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         dquery, dothers = one_backward(*ctx.saved_tensors, gradient, ctx.heads)
-        values = _wide(gradient).flatten(0, 1).sum(0)
+        values = wide(gradient).flatten(0, 1).sum(0)
         return dquery, dothers, torch.cat([torch.zeros_like(values), values]).to(ctx.type), None
 
 
@@ -222,17 +216,17 @@ class _BothViews(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias):
-        wide = _wide(x)
-        variance, mean = torch.var_mean(wide, 1, correction=0, keepdim=True)
+        exact = wide(x)
+        variance, mean = torch.var_mean(exact, 1, correction=0, keepdim=True)
         scale = torch.rsqrt(variance + EPS)
         ctx.save_for_backward(x, mean, scale, weight)
-        out = (wide - mean) * scale
+        out = (exact - mean) * scale
         return (out if weight is None else out * weight + bias).to(x.dtype)
 
     @staticmethod
     def backward(ctx, gradient):
         x, mean, scale, weight = ctx.saved_tensors
-        g, n = _wide(gradient), (_wide(x) - mean) * scale
+        g, n = wide(gradient), (wide(x) - mean) * scale
         dbias, dweight = g.sum(1, keepdim=True), (g * n).sum(1, keepdim=True)
         dx = (g - (dbias + n * dweight) / x.shape[1]) * (scale if weight is None else scale * weight)
         of = (None, None) if weight is None else (d.sum((0, 1)).to(weight.dtype) for d in (dweight, dbias))

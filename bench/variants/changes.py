@@ -70,19 +70,6 @@ def fused_mlp(training: Training, queries: nn.Module, _) -> None:
     blocks.put(queries.encoder, Mlp, blocks.FusedMlp, kind(training))
 
 
-def short_gelu(training: Training, *networks: nn.Module | None) -> None:
-    for network in filter(None, networks):
-        for module in network.encoder.blocks.modules():
-            if type(module) is nn.GELU:
-                module.__class__ = blocks.ShortGelu
-
-
-def both_views(training: Training, *networks: nn.Module | None) -> None:
-    for module in (module for network in filter(None, networks) for module in network.modules()):
-        if type(module) is BatchNorm:
-            module.__class__ = blocks.BothViews
-
-
 def compiled_loss(training: Training, *_) -> None:
     training.loss = compiled(training.loss)
 
@@ -197,6 +184,17 @@ def with_fp8(training: Training) -> str:
     return with_keys(training) or (without_fp8(training.device) if training.on_gpu else "")
 
 
+def replacing(old: type, new: type) -> Callable:
+    """In both networks."""
+
+    def change(training: Training, *networks: nn.Module | None) -> None:
+        for module in (module for network in filter(None, networks) for module in network.modules()):
+            if type(module) is old:
+                module.__class__ = new
+
+    return change
+
+
 def sums(change: Callable) -> Callable:
     return lambda training, queries, keys: change(queries.encoder)
 
@@ -204,7 +202,8 @@ def sums(change: Callable) -> Callable:
 # In the order in which several are applied: those that wrap what a step calls come last.
 VARIANTS = (
     Variant("autotune", "products by Inductor's max_autotune_gemm", (1.0, 2.0), autotune, on_gpu),
-    Variant("short-gelu", "GELU and its derivative in half the instructions", (0.9, 1.8), short_gelu, anywhere),
+    Variant("short-gelu", "GELU and its derivative in half the instructions", (0.9, 1.8),
+            replacing(nn.GELU, blocks.ShortGelu), anywhere),
     Variant("norm-backward", "columns summed in the backward of norms", (0.8, 1.6), sums(blocks.sum_in_norms),
             with_blocks),
     Variant("gelu-backward", "short-gelu in queries, with columns summed in the backward", (1.1, 2.2),
@@ -213,7 +212,8 @@ VARIANTS = (
             sums(blocks.sum_in_attention), with_our_attention),
     Variant("class-attention", "attention of the class token by kernels of its own", (0.16, 0.32), class_attention,
             with_class_token),
-    Variant("both-views", "batch normalisation of both views at once", (0.1, 0.1), both_views, anywhere),
+    Variant("both-views", "batch normalisation of both views at once", (0.1, 0.1),
+            replacing(BatchNorm, blocks.BothViews), anywhere),
     Variant("compiled-loss", "the loss compiled too", (0.08, 0.08), compiled_loss, on_gpu),
     Variant("fused-mlp", "GELU and its derivative inside of products (queries)", (2.6, 5.0), fused_mlp,
             with_fused_mlp, place="MLP of queries"),

@@ -212,9 +212,14 @@ def launch_attention(qkv, gradient, heads):
         return out, _launch_sum(partial, qkv.dtype)[1]
 
 
+def wide(x):
+    """In float32, where it is in half precision."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def _columns(x, dtype=None):
     """Added up in float32 or better; in ``dtype``, by default that of x."""
-    return x.to(torch.promote_types(x.dtype, torch.float32)).flatten(0, -2).sum(0).to(dtype or x.dtype)
+    return wide(x).flatten(0, -2).sum(0).to(dtype or x.dtype)
 
 
 def _refer_gelu(gradient, x):

@@ -14,8 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bench.variants.columns import wide
+from kernels import attention_of_one
 from kernels.checks import INTERPRET
-from kernels.short_attention import _LOG2_E, one_by_sums, tile
+from kernels.short_attention import _LOG2_E, tile
 
 
 @triton.jit
@@ -81,18 +83,13 @@ def launch_backward(query, others, gradient, heads):
     return dquery, dothers
 
 
-def _parts(query, others, heads):
-    return query.unflatten(2, (heads, -1)), *others.unflatten(2, (2, heads, -1)).unbind(2)
-
-
 def _refer(query, others, heads):
-    return one_by_sums(*_parts(query, others, heads)).flatten(2)
+    return attention_of_one(query, others, heads=heads)
 
 
 def _refer_backward(query, others, gradient, heads):
-    wide = torch.promote_types(query.dtype, torch.float32)
-    q, k, v = (part.to(wide) for part in _parts(query, others, heads))
-    g, scale = gradient.to(wide).unflatten(2, (heads, -1)), q.shape[3] ** -0.5
+    q, g = (wide(x).unflatten(2, (heads, -1)) for x in (query, gradient))
+    (k, v), scale = wide(others).unflatten(2, (2, heads, -1)).unbind(2), q.shape[3] ** -0.5
     p, dp = ((q * k).sum(3, keepdim=True) * scale).softmax(1), (v * g).sum(3, keepdim=True)
     ds = p * (dp - (p * dp).sum(1, keepdim=True)) * scale
     dothers = torch.stack([ds * q, p * g], 2).flatten(2)
