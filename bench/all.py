@@ -75,6 +75,7 @@ GPU_TESTS = (
     "kernels/test_overlap.py kernels/test_short_attention.py kernels/test_update.py"
 )
 DATA_TESTS = "pipeline/test_loader.py pipeline/test_sources.py test_train.py"
+PROGRAM_TESTS = "test_survival.py test_finetune.py test_detect.py run/test_progress.py"
 TRAIN = "train --recipe imagenet-vit-s --batch-size 512 --steps 200"
 STEP_S, STEP_B = (f"step --recipe imagenet-vit-{size} --batch-size" for size in "sb")
 # Variants: first those that should save the most milliseconds for the seconds that they compile.
@@ -109,7 +110,7 @@ STAGES = {
         Part("step_vit_s_compiled", f"{STEP_S} 512 --modes compiled", 60, where="gpu"),
     ),
     6: (
-        Part("program_tests", "gpu_tests --workers 3 --files test_survival.py test_finetune.py test_detect.py", 150),
+        Part("program_tests", f"gpu_tests --workers 3 --files {PROGRAM_TESTS}", 150),
         Part("step_vit_b", f"{STEP_B} 512 --modes graph", 120, where="gpu"),
         Part("kinds", "kinds", 75),
         Part("pipeline", "pipeline", 90, images=True),
