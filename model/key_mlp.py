@@ -44,8 +44,3 @@ def gelu_in_products(network: nn.Module, kind: torch.dtype) -> None:
         plain = type(module) is Mlp and active_parts(module) == {"fc1", "act", "fc2"}
         if plain and type(module.act) is nn.GELU and module.fc1.bias is not None:
             module.__class__, module.kind = KeyMlp, kind
-
-
-def pays(device: torch.device) -> bool:
-    """Where it has been measured to: on GPUs of compute capability 9."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9

@@ -25,7 +25,7 @@ from model import (
     clip_units,
     contrastive_loss,
     create_encoder,
-    key_mlp,
+    faster,
     patch_grid,
     timm_arguments,
 )
@@ -115,8 +115,8 @@ class Training:
         if self.half and not sharded:  # so that autocast casts no weight; FSDP casts by itself
             self.query = self.flat.working(self.network)
             self.key = self.key_network and self.key_flat.working(self.key_network)
-            if self.key is not None and key_mlp.pays(device):
-                key_mlp.gelu_in_products(self.key.encoder, torch.bfloat16)
+            if faster.pays(device):
+                faster.put_in(self.query, self.key)
         self.optimizer = Optimizer(
             self.flat, self.key_flat, betas=config.betas, weight_decay=config.weight_decay,
             clip=config.clip, clip_momentum=config.clip_momentum, clip_alpha=config.clip_alpha,

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from bench.products import NO_GPU, without_fp8
 from bench.variants import blocks, mlp
 from kernels.short_attention import suits
-from model import by_class_token, key_mlp
+from model import by_class_token, faster, key_mlp
 from model.heads import BatchNorm
 from run.training import Training
 
@@ -150,7 +150,7 @@ def with_keys(training: Training) -> str:
 
 
 def with_exact_keys(training: Training) -> str:
-    there = key_mlp.pays(training.device) and training.half
+    there = faster.pays(training.device) and training.half
     return with_keys(training) or ("it is part of the step" if there else "")
 
 

@@ -24,7 +24,7 @@ from bench.step import Synthetic
 from bench.variants import blocks, columns, compiled, cublaslt, mlp, one, turns
 from bench.variants.changes import BY_NAME, VARIANTS, apply, compatible
 from bench.variants.turns import SMALL, course
-from model import key_mlp
+from model import faster, key_mlp
 from run.recipes import RECIPES
 from run.training import Training
 from tests.kernels.interpreter import interpret, with_constant
@@ -202,7 +202,7 @@ def test_fastest_products_beside_other_variants():
     assert turns.compare(found, base, base, names, half=False)["within"]
     for network in (synthetic.training.query, synthetic.training.key):
         kinds = {type(module) for module in network.encoder.blocks.modules()}
-        assert blocks.FastLinear in kinds and not kinds & {nn.Linear, blocks.ForeignBias}
+        assert blocks.FastLinear in kinds and not kinds & {nn.Linear, faster.ForeignBias}
 
 
 class Library:

@@ -13,7 +13,7 @@ from timm.layers import Mlp
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import Optimizer, clip_units, key_mlp
+from model import Optimizer, clip_units, faster, key_mlp
 from pipeline import Batch
 from run.recipes import RECIPES, momentum_coefficient
 from run.training import Training, encoder_arguments
@@ -160,7 +160,7 @@ def test_keys_with_gelu_in_their_products_are_the_keys(device, monkeypatch):
     """Nearly; queries are the same, and what a checkpoint has is untouched."""
     config, keys = dataclasses.replace(CONFIG, batch_size=16, depth=2, precision="bfloat16"), []
     for there in (False, True):
-        monkeypatch.setattr(key_mlp, "pays", lambda _, there=there: there)
+        monkeypatch.setattr(faster, "pays", lambda _, there=there: there)
         training = Training(config, torch.device(device), compiled=False)
         kinds = [
             type(network.encoder.blocks[0].mlp) for network in (training.key, training.query, training.key_network)

@@ -1,0 +1,28 @@
+"""Parts of a network in forms that take a GPU less time, where that was measured: ``bench/LOG.md``, "On an H200".
+
+They are put into the networks that a step runs, never into those that are saved and exported.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .key_mlp import gelu_in_products
+
+
+class ForeignBias(nn.Linear):
+    """A linear layer, in whose place it is put, whose bias gets its gradient from what comes behind."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias.detach())
+
+
+def pays(device: torch.device) -> bool:
+    """Where it has been measured to, in bfloat16: on GPUs of compute capability 9."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def put_in(query: nn.Module, key: nn.Module | None) -> None:
+    """Into the network that learns and the one that gives keys, as they run in bfloat16."""
+    if key is not None:
+        gelu_in_products(key.encoder, torch.bfloat16)
