@@ -80,7 +80,7 @@ TRAIN = "train --recipe imagenet-vit-s --batch-size 512 --steps 200"
 STEP_S, STEP_B = (f"step --recipe imagenet-vit-{size} --batch-size" for size in "sb")
 # Variants: first those that should save the most milliseconds for the seconds that they compile.
 SOON = "fastest-products gelu-backward norm-backward short-gelu attention-backward"
-LATER = "fused-mlp class-attention both-views compiled-loss fp8-keys key-stream"
+LATER = "fused-mlp class-attention both-views compiled-loss fp8-keys"
 STAGES = {
     1: (  # neither DALI nor tyro, nor in 2, 4 and 5
         Part("machine", "machine", 40),

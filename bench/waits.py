@@ -1,15 +1,14 @@
 """What train.py waits for on a GPU where it waits for data: the same run in several ways, and what a trace shows.
 
-Of the decoder's kernels it is known that they run on streams of their own. Why they may come late all the same, and the
-way of each here that is without it:
+Of the decoder's kernels it is known that they run on streams of their own. Why they may come late all the same, what
+train.py does about it, and the way of each here that is with it or without:
 
-- more streams than hardware queues, 8 by default: what comes behind a step in the same queue waits for that step. A
-  second process has ``QUEUES`` queues;
+- more streams than hardware queues, 8 by default: what comes behind a step in the same queue waits for that step. So
+  train.py asks for 32. A second process has the driver's own, and as little room as it gives by itself;
+- a full buffer of commands: whoever launches a graph then waits, and may keep other threads from launching. So train.py
+  asks for four times the room and is two steps ahead of the GPU at most; "any number of steps ahead" does not wait;
 - the default stream, for which some calls of other libraries wait: "a stream of its own", also one of high priority,
   which has other queues than the decoder's (kernels in a graph keep the priority that they were recorded with);
-- a full buffer of commands: whoever launches a graph then waits, and may keep other threads from launching. "two steps
-  ahead at most" waits before; the second process has four times as much room (which has been reported to end in a
-  deadlock on a Jetson, llama.cpp pull request 19230);
 - the thread by which DALI waits for all of the device whenever a tensor of its memory that went by DLPack is freed:
   "no DLPack".
 
@@ -23,6 +22,7 @@ import contextlib
 import functools
 import itertools
 import json
+import math
 import os
 import runpy
 import tempfile
@@ -40,9 +40,10 @@ from bench.pipeline import folder_of_images, options_of, read_by_dali, skip
 from bench.step import wait
 from bench.timing import NO_KERNEL
 from bench.train import SMALL, missing
+from run import DRIVEN, training
 from run.recipes import RECIPES
 
-QUEUES = 32
+DEFAULTS = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "CUDA_SCALE_LAUNCH_QUEUES": "1x"}  # the driver's own
 REPEATED = 4
 TRACED = 16  # steps
 GAP = 200  # microseconds without a kernel of the training: a wait. Between two steps there are tens.
@@ -68,9 +69,9 @@ def main(arguments: list[str]) -> int:
         steps = batches * RECIPES[recipe].groups
         command = ["--recipe", recipe, "--data", str(images), "--batch-size", str(batch), *more]
         environment.describe()  # asks the driver, for which a limit leaves no time
-        for queues in (None, QUEUES) if environment.device().type == "cuda" else (None,):
-            if queues:
-                os.environ |= {"CUDA_DEVICE_MAX_CONNECTIONS": str(queues), "CUDA_SCALE_LAUNCH_QUEUES": "4x"}
+        for default in (False, True) if environment.device().type == "cuda" else (True,):
+            os.environ |= DEFAULTS if default else DRIVEN
+            queues = None if default else int(DRIVEN["CUDA_DEVICE_MAX_CONNECTIONS"])
             result["runs"].append({"queues": queues, **alone(run, command, steps)})
             environment.save(options, result | conclusions(result))
     for row in conclusions(result)["findings"]:
@@ -147,30 +148,13 @@ def own_stream(priority: int) -> Iterator[None]:
     torch.cuda.set_stream(torch.cuda.default_stream())
 
 
-@contextlib.contextmanager
-def two_ahead() -> Iterator[None]:
-    from run.training import Training
-
-    step, queued = Training.step, collections.deque()
-
-    def waited(*arguments):
-        figures = step(*arguments)
-        queued.append(torch.cuda.current_stream().record_event())
-        if len(queued) > 2:
-            queued.popleft().synchronize()
-        return figures
-
-    with patch.object(Training, "step", waited):
-        yield
-
-
 def no_dlpack():
     return patch.object(torch, "from_dlpack", functools.partial(torch.as_tensor, device="cuda"))
 
 
 WAYS = {
     "a stream of its own": functools.partial(own_stream, 0), "one of high priority": functools.partial(own_stream, -1),
-    "two steps ahead at most": two_ahead,
+    "any number of steps ahead": functools.partial(patch.object, training, "AHEAD", math.inf),
 }  # fmt: skip
 
 

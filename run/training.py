@@ -1,5 +1,7 @@
 """The optimizer step: what is trained, and one step of it on one group of patches of a batch."""
 
+import collections
+import contextlib
 import copy
 import json
 import time
@@ -35,6 +37,8 @@ from pipeline.headers import counted
 from .checkpoint import copied
 from .recipes import Config, ImagesConfig, learning_rate, momentum_coefficient
 from .recorded import Recorded
+
+AHEAD = 2  # steps that a GPU has before it, so that it never waits for the next one
 
 
 def encoder_arguments(config: Config) -> dict[str, int]:
@@ -130,6 +134,10 @@ class Training:
                     network.features = torch.compile(network.features, **how)
                     network.heads = torch.compile(network.heads, **how)
         self.shares = 1 if sharded else ranks  # that the gradient is the sum of; FSDP adds up by itself
+        # Keys beside the queries, each network's kernels in the gaps of the other's; measured on one rank.
+        alone = self.on_gpu and ranks == 1 and self.key is not None
+        self.beside = torch.cuda.Stream(device) if alone and self.half and faster.pays(device) else None
+        self.queued: collections.deque[torch.cuda.Event] = collections.deque()
         self.recorded = self.given = None
         if config.cuda_graph and self.on_gpu and not sharded:
             self.recorded = Recorded(self.take, clean=self.flat.forget)
@@ -160,12 +168,19 @@ class Training:
         ``epoch``: passes over the images so far, fractions included, as the schedules count. Returns the ``FIGURES``,
         [3]: the loss, the mean cosine similarity of positive pairs, the spread of the features; and whether the
         gradient was finite: where it was not, nothing is changed, on all ranks, which have the same gradient. Both are
-        on the device; nothing waits for it.
+        on the device. On a GPU the step ``AHEAD`` steps before is waited for: with more of them the driver has no room
+        for launches, and whoever launches then waits in it, the decoder too.
         """
         config = self.config
         momentum = momentum_coefficient(config, epoch) if self.key_network is not None else 1.0
         self.optimizer.set_rates(learning_rate(config, epoch), momentum)
-        return (self.recorded or self.take)(patches, numbers)
+        results = (self.recorded or self.take)(patches, numbers)
+        if self.on_gpu:
+            self.queued.append(event := torch.cuda.Event(blocking=True))
+            event.record()
+            if len(self.queued) > AHEAD:
+                self.queued.popleft().synchronize()
+        return results
 
     def take(self, patches: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """The part of a step that can be recorded: what differs between steps is in memory that stays where it is."""
@@ -173,9 +188,12 @@ class Training:
             loss, similarity, spread, gradient = self._in_pieces(patches, numbers)
         else:
             with self._autocast():
+                with torch.no_grad(), self._beside():
+                    keys = self.key(patches, numbers) if self.key is not None else None
                 queries, projections, spread = self.query(patches, numbers)
-                with torch.no_grad():
-                    keys = self.key(patches, numbers) if self.key is not None else projections
+                if self.beside is not None:
+                    torch.cuda.current_stream().wait_stream(self.beside)
+                keys = projections if keys is None else keys
                 loss, similarity = self.loss(queries, keys, self.config.temperature)
             (loss / self.shares).backward()
             gradient = self.flat.collect()
@@ -185,6 +203,16 @@ class Training:
             gradient.copy_(sent)
         finite = self.optimizer.step()
         return torch.stack([loss.detach(), similarity, spread]), finite
+
+    @contextlib.contextmanager
+    def _beside(self):
+        """On the stream ``beside``, if there is one, behind all that is queued by now."""
+        if self.beside is None:
+            yield
+        else:
+            self.beside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.beside):
+                yield
 
     def _in_pieces(self, patches: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Loss, similarity, spread and gradient of a step, with the encoder's activations of a part of the views at a

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from timm.layers import Mlp
 from torch import Tensor, nn
 
@@ -98,45 +97,6 @@ def fp8_keys(training: Training, _, keys: nn.Module) -> None:
     training.key = scaled
 
 
-def key_stream(training: Training, *_) -> None:
-    """Keys are queued on a stream of their own, and before the queries, so that each fills the other's gaps."""
-    query, key, module = training.query, training.key, torch.get_device_module(training.device)
-    stream, waiting = module.Stream(), []
-
-    def both(patches: Tensor, index: Tensor):
-        stream.wait_stream(module.current_stream())
-        with module.stream(stream), torch.no_grad():
-            waiting.append(key(patches, index))
-        return query(patches, index)
-
-    def wait(patches: Tensor, index: Tensor) -> Tensor:
-        module.current_stream().wait_stream(stream)
-        return waiting.pop()
-
-    training.query, training.key = both, wait
-
-
-class Given(nn.Module):
-    """In the place of the norm behind an embedding: lets another's tokens in. (A compiler drops what nothing reads.)"""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.tokens
-
-
-def one_embedding(training: Training, queries: nn.Module, keys: nn.Module) -> None:
-    """Frozen at the same values in both networks, the embedding is computed once for both."""
-    query, given = training.query, Given()
-    projection = queries.encoder.patch_embed.proj
-    for network in (queries, keys):
-        network.encoder.patch_embed.norm = given
-
-    def embedded(patches: Tensor, index: Tensor):
-        given.tokens = F.linear(patches.flatten(0, 1), projection.weight.flatten(1), projection.bias)
-        return query(patches, index)
-
-    training.query = embedded
-
-
 def anywhere(training: Training) -> str:
     return ""
 
@@ -173,11 +133,6 @@ def with_class_token(training: Training) -> str:
 
 def with_fused_mlp(training: Training) -> str:
     return mlp.missing(training.device) if training.on_gpu else ""
-
-
-def with_frozen_embedding(training: Training) -> str:
-    frozen = training.config.frozen_patch_embed
-    return with_keys(training) or ("" if frozen else "the patch embedding is learned")
 
 
 def with_fp8(training: Training) -> str:
@@ -222,9 +177,6 @@ VARIANTS = (
     Variant("fp8-keys", "products in fp8 (keys)", (0.8, 3.7), fp8_keys, with_fp8, 0.9, place="MLP of keys"),
     Variant("fastest-products", "linear layers by the fastest of cuBLASLt's proposals", (0.56, 0.56), fastest_products,
             anywhere),
-    Variant("key-stream", "keys on a second stream", (0.7, 1.0), key_stream, with_keys),
-    Variant("one-embedding", "frozen patch embedding once for both networks", (0.05, 0.1), one_embedding,
-            with_frozen_embedding),
 )  # fmt: skip
 SLOW = {"autotune"}  # minutes of trials: measured last, and not among those together
 BY_NAME = {variant.name: variant for variant in VARIANTS}

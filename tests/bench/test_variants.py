@@ -155,7 +155,7 @@ def test_variants_take_the_steps_of_the_base(tmp_path, capsys):
 def test_what_takes_the_gpu_with_it_leaves_the_others_to_a_new_process(tmp_path, monkeypatch):
     """Which knows what came of those before, and says all."""
     path, begun = tmp_path / "variants.json", turns.apply
-    arguments = ["--smoke", "--variants", "key-gelu", "one-embedding", "--json", str(path)]
+    arguments = ["--smoke", "--variants", "key-gelu", "both-views", "--json", str(path)]
 
     def broken(names, training):
         if "key-gelu" in names:
@@ -174,7 +174,7 @@ def test_what_takes_the_gpu_with_it_leaves_the_others_to_a_new_process(tmp_path,
     assert step.main(arguments) == 1 and turns.GO_ON not in os.environ
     failed, other, together = json.loads(path.read_text())["rows"]
     assert failed["failed"] == "RuntimeError: an illegal memory access"
-    assert other["within"] and together["applied"] == ["one-embedding"]
+    assert other["within"] and together["applied"] == ["both-views"]
 
 
 def test_products_of_a_library_have_the_gradients_of_the_layers():
@@ -315,10 +315,10 @@ def test_compiled_as_one_graph():
 
 @pytest.mark.usefixtures("on_paper")
 def test_recorded_steps_are_the_steps():
-    """Bit for bit, all together, as CUDA graphs would repeat them: scales that follow, a stream, tokens handed over."""
+    """Bit for bit, all together, as CUDA graphs would repeat them: scales that follow."""
     found = []
     for how in (Training, recording):
-        training = how(dataclasses.replace(TRAINING, frozen_patch_embed=True, depth=2), CPU)
+        training = how(dataclasses.replace(TRAINING, depth=2), CPU)
         missing = {v.name for v in VARIANTS if v.missing(training)}
         apply(compatible(["fp8-keys", "fused-mlp", *(name for name in BY_NAME if name not in missing)]), training)
         found.append(steps(training, 3))

@@ -137,6 +137,27 @@ def test_a_recording_that_fails_is_said_and_changes_nothing(on_paper, monkeypatc
     assert not training.recorded.graphs and told == [(0, "the one pool")] * (version < "2.13")
 
 
+def test_steps_are_two_ahead_at_most(monkeypatch):
+    """Each waits for the one two before, and for no other."""
+    told, training = [], Training(CONFIG, CPU)
+
+    class Event:
+        def __init__(self, blocking):
+            assert blocking  # a thread that spins would take a core from the decoder
+            self.number = sum(kind == "queued" for kind, _ in told)
+
+        def record(self):
+            told.append(("queued", self.number))
+
+        def synchronize(self):
+            told.append(("waited", self.number))
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    training.on_gpu = True
+    steps(training, 1)
+    assert told == [("queued", 0), ("queued", 1), ("queued", 2), ("waited", 0), ("queued", 3), ("waited", 1)]
+
+
 def test_no_graph_is_left_when_the_ranks_part(on_paper, monkeypatch):
     """NCCL would wait for its end."""
     training, left = recording(CONFIG), []
