@@ -38,7 +38,7 @@ def test_what_a_result_says_follows_from_its_figures():
             assert said == {key: result.data[key] for key in said}, result.path.name
             subjects.add(result.subject)
     no_results = {"attention", "all", "report", "compare", "curves", "once"}
-    not_kept_yet = {"collectives", "counters", "kinds", "passes", "products", "sanitizer", "waits"}
+    not_kept_yet = {"collectives", "counters", "kinds", "passes", "products", "sanitizer"}
     assert subjects == set(SUBJECTS) - no_results - not_kept_yet
 
 
