@@ -17,8 +17,8 @@
 #      waits for, in several ways and with a trace                                                          237 s
 #   4  products 60; sanitizer 90; counters 45; collectives 45                                                240 s
 #   5  variants_later 202: the other variants; step_vit_s_compiled 35                                       237 s
-#   6  program_tests 60: resuming, fine-tuning, detection; step_vit_b 80; kinds 50: kinds of JPEG; pipeline 35
-#                                                                                                          225 s
+#   6  program_tests 60: resuming, fine-tuning, detection; step_vit_b 80; kinds 50: kinds of JPEG; pipeline 45
+#                                                                                                          235 s
 #
 # 3 and 6 need DALI and tyro (program_tests pycocotools too), the others torch, triton, timm, rich and pytest. IMAGES is
 # a folder of images for the input path (default: generated ones; batches of 512), PYTHON the interpreter (default:

@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -170,6 +171,7 @@ def main(arguments: list[str]) -> int:
             tables["parity"] = lambda: parity(index, config.image_size, looked_at)
         if on_gpu:
             tables["kernels"] = lambda: kernel_time(index, config, batch, device)
+            tables["kernels_filtered"] = lambda: kernel_time(index, config, batch, device, blur=graph._filtered)
         print(f"{config.recipe}, {config.image_size} px, batch {batch}, {len(index)} images")
         for name, table in tables.items():
             result[name] = table()
@@ -203,8 +205,9 @@ def conclusions(d: dict) -> dict:
                 more.append(f"crop and resize differ from torchvision's by {row['mean']:.2f} levels on the mean")
         found = finding(what, f"{text}; {first}", *more, headline=headline)
     kernels = [
-        finding(f"kernels of the input path, {what}", f"{number(row['ms'])} ms a batch")
-        for row in d.get("kernels", ())[:1]
+        finding(f"kernels of the input path, {what}{how}", f"{number(row['ms'])} ms a batch")
+        for name, how in (("kernels", ""), ("kernels_filtered", ", blur by two filters"))
+        for row in d.get(name, ())[:1]
     ]
     name = f"{recipe}, {d['image_size']} px"
     bars = [bar(row["provider"], row[unit], ours=row["provider"].startswith("this")) for row in rows]
@@ -258,16 +261,19 @@ def rates(index, config, batch, batches, rounds, device, cores, note) -> list[di
     return rows
 
 
-def kernel_time(index, config, batch, device, batches=8) -> list[dict]:
+def kernel_time(index, config, batch, device, batches=8, blur=None) -> list[dict]:
     """The kernels of this loader by their time a batch, those of decoding by the cores included: what it takes away
-    from the training. None, and a line, where the profiler may not look at the GPU."""
+    from the training. None, and a line, where the profiler may not look at the GPU. ``blur``: of (image, sigma), by
+    default the loader's."""
     threads = Ranks(0, 1, 1, device).threads()
     loader = Loader(
         index, config.augmentation, image_size=config.image_size, batch_size=batch, seed=0, device=device,
         threads=threads,
     )  # fmt: skip
     given = loader.batches(0, batches + 2 * AHEAD)
-    for _ in range(AHEAD):
+    with patch.object(graph, "_blur", (lambda image, sigma, _: blur(image, sigma)) if blur else graph._blur):
+        next(given)  # for which the graph is built
+    for _ in range(AHEAD - 1):
         next(given)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(batches):
