@@ -72,14 +72,14 @@ PARTS = (
 )
 GPU_TESTS = (
     "run/test_recorded.py run/test_training.py run/test_checkpoint.py kernels/test_sampling.py kernels/test_gather.py "
-    "kernels/test_overlap.py kernels/test_short_attention.py kernels/test_update.py"
+    "kernels/test_overlap.py kernels/test_short_attention.py kernels/test_update.py kernels/test_cublaslt.py"
 )
 DATA_TESTS = "pipeline/test_loader.py pipeline/test_sources.py test_train.py"
 PROGRAM_TESTS = "test_survival.py test_finetune.py test_detect.py run/test_progress.py"
 TRAIN = "train --recipe imagenet-vit-s --batch-size 512 --steps 200"
 STEP_S, STEP_B = (f"step --recipe imagenet-vit-{size} --batch-size" for size in "sb")
 # Variants: first those that should save the most milliseconds for the seconds that they compile.
-SOON = "fastest-products gelu-backward norm-backward short-gelu attention-backward"
+SOON = "gelu-backward norm-backward short-gelu attention-backward"
 LATER = "fused-mlp class-attention both-views compiled-loss fp8-keys"
 STAGES = {
     1: (  # neither DALI nor tyro, nor in 2, 4 and 5

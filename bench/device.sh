@@ -12,7 +12,7 @@
 #   1  machine 12: clocks, ceilings; gpu_tests 80: the step and its kernels against the reference, in 8 processes;
 #      step_vit_s 65: batch 512 as a CUDA graph, with a trace; kernels 37; passes 45: what lies between
 #      the products                                                                                         239 s
-#   2  variants 180: what should save the most of a step, alone and together; variant_tests 30              210 s
+#   2  variants 150: what should save the most of a step, alone and together; variant_tests 30              180 s
 #   3  data_tests 93: the decoder's memory, loader, train.py; train 54: train.py end to end; waits 90: what it
 #      waits for, in several ways and with a trace                                                          237 s
 #   4  products 60; sanitizer 90; counters 45; collectives 45                                                240 s

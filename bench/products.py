@@ -7,9 +7,9 @@ How:
 
 - ``default``: torch's product, by cuBLAS, but forward, which has the bias, by cuBLASLt. ``no bias``: forward without.
   ``cublaslt``: the other two passes where that library is preferred.
-- ``fastest``: the fastest of cuBLASLt's proposals, measured in the process, where torch takes the first
-  (``bench/variants/cublaslt.py``); ``tried``: how many, ``workspace_bytes``: of that one; ``without workspace``: of
-  those that have none.
+- ``fastest``: as a step has it on an H100 or H200 (``kernels/cublaslt.py``): the fastest of cuBLASLt's proposals that
+  give torch's bits, or torch's; ``tried``: how many were asked; ``same_bits``: how many of these give them;
+  ``workspace_bytes``: of the chosen one, None for torch's.
 - of the layer before GELU: ``then GELU``: forward and GELU, one after the other; ``GELU inside``: cuBLASLt's epilogue
   (tanh form, nothing kept for a backward pass); ``GELU inside, fastest``: as above.
 - of the layer behind GELU: ``then derivative``: the gradient of the input and the derivative of GELU, one after the
@@ -35,7 +35,8 @@ from bench import environment
 from bench.findings import bar, finding, number, plot, without_figures
 from bench.roofline import Sizes
 from bench.timing import matrix_product, measure_each
-from bench.variants import cublaslt, mlp
+from bench.variants import mlp
+from kernels.cublaslt import Product, product
 from run.recipes import RECIPES
 
 MODELS = "imagenet-vit-s", "imagenet-vit-b"
@@ -78,17 +79,18 @@ def alternatives(name: str, x: Tensor, weight: Tensor, bias: Tensor) -> dict[tup
         calls[what, "default"] = call
         if what != "forward":
             calls[what, "cublaslt"] = by_cublaslt(call) if on_gpu else NO_GPU
-    operands = {"forward": (x, weight, bias), "input": (out, weight), "weight": (out, x)}
-    for what, tensors in operands.items():
-        for how, limits in (("fastest", cublaslt.LIMITS), ("fastest without workspace", (0,))):
-            calls[what, how] = cublaslt.plain(what, *tensors, limits=limits) if on_gpu else NO_GPU
+
+    def fastest(what: str, *operands: Tensor) -> Callable | str:
+        return functools.partial(product(what, *x.shape, len(weight), x), *operands) if on_gpu else NO_GPU
+
+    for what, operands in {"forward": (x, weight, bias), "input": (out, weight), "weight": (out, x)}.items():
+        calls[what, "fastest"] = fastest(what, *operands)
     calls["forward", "no bias"] = lambda: x @ weight.t()
     if name == "fc1":
         calls["forward", "then GELU"] = lambda: F.gelu(F.linear(x, weight, bias))
         inside = lambda: torch._addmm_activation(bias, x, weight.t(), use_gelu=True)  # noqa: E731
         calls["forward", "GELU inside"] = inside if on_gpu else NO_GPU
-        fastest = functools.partial(cublaslt.plain, "forward", x, weight, bias, gelu=True)
-        calls["forward", "GELU inside, fastest"] = fastest() if on_gpu else NO_GPU
+        calls["forward", "GELU inside, fastest"] = fastest("gelu", x, weight, bias)
     if name == "fc2":
         before = torch.randn_like(x)
         calls["input", "then derivative"] = lambda: torch.ops.aten.gelu_backward(out @ weight, before)
@@ -122,8 +124,9 @@ def rows_of(recipe: str, batch: int, device: torch.device, seconds: float) -> It
         for (what, how), call in calls.items():
             row = {"recipe": recipe, "layer": name, "shape": f"{rows} x {i} x {o}", "pass": what, "how": how}
             time = times[what, how]
-            if isinstance(product := getattr(call, "func", None), cublaslt.Product) and product.chosen:
-                row |= {"tried": product.tried, "workspace_bytes": product.chosen[1]}
+            if isinstance(fastest := getattr(call, "func", None), Product):
+                row |= {"tried": fastest.tried, "same_bits": fastest.same_bits}
+                row |= {"workspace_bytes": fastest.chosen and fastest.chosen[1]}
             if "p50" in time:
                 row |= {f"{p}_us": time[p] * 1e6 for p in ("p20", "p50", "p80")}
                 row |= {"flop_per_second": 2 * rows * i * o / time["p50"]}
@@ -141,7 +144,8 @@ def conclusions(d: dict) -> dict:
         rate = f"{number(first['flop_per_second'] / 1e12)} TFLOP/s, {number(first['p50_us'])} us"
         rate += f" ({how})" * (how != "default")
         others = (
-            f"{how} {number(row['p50_us'])} us" + (f" ({row['tried']} tried)" if "tried" in row else "")
+            f"{how} {number(row['p50_us'])} us"
+            + (f" ({row['same_bits']} of {row['tried']} have torch's bits)" if "tried" in row else "")
             for how, row in others
         )
         found.append(finding(f"product {layer}, {what}, {recipe} ({first['shape']}, {d['dtype']})", rate, *others))
@@ -169,7 +173,7 @@ def main(arguments: list[str]) -> int:
         for _, rows in itertools.groupby(rows_of(recipe, batch, device, seconds), lambda row: row["layer"]):
             result["rows"] += rows
             environment.save(options, result | conclusions(result))
-    columns = ("recipe", "layer", "shape", "pass", "how", "tried", "workspace_bytes", "p20_us", "p50_us", "p80_us")
+    columns = ("recipe", "layer", "shape", "pass", "how", "tried", "same_bits", "p20_us", "p50_us", "p80_us")
     environment.print_table([
         {column: row.get(column) for column in columns}
         | {"TFLOP/s": row.get("flop_per_second", 0) / 1e12 or None, "why none": without_figures(row)}

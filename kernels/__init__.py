@@ -1,5 +1,5 @@
 """The operations on patches that run as Triton kernels on a GPU, one op each, attention over the few kept ones,
-and the update of all parameters."""
+the update of all parameters, and the choice among a library's products."""
 
 from importlib import import_module
 

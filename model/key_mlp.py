@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from timm.layers import Mlp
 from torch import Tensor, nn
 
+from kernels.cublaslt import product
+
 from .encoder import active_parts
 
 
@@ -21,7 +23,7 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 @linear_gelu.register_kernel("cuda")
 def _(x, weight, bias):
-    return torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
+    return product("gelu", *x.shape, len(weight), x)(x, weight, bias)
 
 
 @linear_gelu.register_fake

@@ -13,7 +13,7 @@ from timm.layers import Mlp
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from bench.variants import cublaslt, mlp
+from bench.variants import mlp
 from bench.variants.columns import attention_backward, gelu_backward, norm_backward, wide
 from bench.variants.one import one, one_backward
 from kernels import attention
@@ -144,24 +144,6 @@ class _Mlp(torch.autograd.Function):
         return (dh @ w1).view_as(x), dh.t() @ x.flatten(0, -2), db1.to(b1), rows.t() @ a, db2
 
 
-class _FastLinear(torch.autograd.Function):
-    """x [..., K]; the weight in its type, the bias in any. By the fastest products."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias):
-        ctx.save_for_backward(x, weight)
-        ctx.type = bias.dtype
-        return cublaslt.linear(x.flatten(0, -2), weight, bias.to(x.dtype)).unflatten(0, x.shape[:-1])
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-        rows = gradient.flatten(0, -2)
-        dx = cublaslt.linear_input(rows, weight).view_as(x)
-        dw = cublaslt.linear_weight(rows, x.flatten(0, -2))
-        return dx, dw, rows.sum(0).to(ctx.type) if ctx.needs_input_grad[2] else None
-
-
 class GeluMlp(Mlp):
     """timm's MLP, in whose place it is put."""
 
@@ -176,14 +158,6 @@ class FusedMlp(Mlp):
         w1, w2 = self.fc1.weight.to(self.kind), self.fc2.weight.to(self.kind)
         b2 = self.fc2.bias.detach() if isinstance(self.fc2, ForeignBias) else self.fc2.bias
         return _Mlp.apply(x.to(self.kind), w1, self.fc1.bias, w2, b2)
-
-
-class FastLinear(nn.Linear):
-    """A linear layer by the fastest products, which are of the type ``kind``; ``foreign``: as ``ForeignBias``."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        bias = self.bias.detach() if self.foreign else self.bias
-        return _FastLinear.apply(x.to(self.kind), self.weight.to(self.kind), bias)
 
 
 class BiasAttention(PackedAttention):
@@ -274,15 +248,6 @@ def sum_in_norms(vit: VisionTransformer) -> None:
     vit.blocks = nn.Sequential(Chain(*blocks), last)
 
 
-class FastKeyMlp(KeyMlp):
-    """That of keys, whose first layer is a ``FastLinear``."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.flatten(0, -2).to(self.kind)
-        a = cublaslt.linear(rows, self.fc1.weight.to(self.kind), self.fc1.bias.to(self.kind), gelu=True)
-        return self.fc2(a).unflatten(0, x.shape[:-1])
-
-
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max  # 448
 MARGIN = 2.0  # how much larger than last time a number may be before it is cut off
@@ -337,17 +302,6 @@ def put(vit: VisionTransformer, old: type, new: type, kind: torch.dtype) -> None
     for module in vit.blocks.modules():
         if isinstance(module, old):
             module.__class__, module.kind = new, kind
-
-
-def fast_products(vit: VisionTransformer, kind: torch.dtype) -> None:
-    """In all layers of the blocks whose products no other variant has taken over; behind those variants."""
-    for module in vit.blocks.modules():
-        for layer in () if isinstance(module, FusedMlp) else module.children():
-            if type(layer) in (nn.Linear, ForeignBias):
-                foreign = isinstance(layer, ForeignBias)
-                layer.__class__, layer.kind, layer.foreign = FastLinear, kind, foreign
-        if isinstance(module, KeyMlp):
-            module.__class__ = FastKeyMlp
 
 
 def fp8(vit: VisionTransformer, kind: torch.dtype) -> Callable[[], None]:

@@ -5,9 +5,8 @@ what a step calls is wrapped.
 
 ``predicted``: milliseconds that a step of 512 images should lose, of ViT-S and ViT-B, by arithmetic from a profile: for
 sums of columns the kernels that would not be there, for GELU inside of products the time of GELU less what the products
-would take longer, for the fastest products what comes before each to zero a counter. Those of products, of GELU, of its
-backward pass, norms' and attention's are an H200's (``results/NVIDIA-H200-*/step_vit_s.json``, of ViT-B twice that, for
-products the same), the others an H100's (``step_variants.json``).
+would take longer. Those of GELU, of its backward pass, norms' and attention's are an H200's
+(``results/NVIDIA-H200-*/step_vit_s.json``, of ViT-B twice that), the others an H100's (``step_variants.json``).
 """
 
 from collections.abc import Callable
@@ -80,11 +79,6 @@ def class_attention(training: Training, *networks: nn.Module | None) -> None:
 
 def key_gelu(training: Training, _, keys: nn.Module) -> None:
     key_mlp.gelu_in_products(keys.encoder, kind(training))
-
-
-def fastest_products(training: Training, *networks: nn.Module | None) -> None:
-    for network in filter(None, networks):
-        blocks.fast_products(network.encoder, kind(training))
 
 
 def fp8_keys(training: Training, _, keys: nn.Module) -> None:
@@ -175,8 +169,6 @@ VARIANTS = (
     Variant("key-gelu", "GELU in cuBLASLt's epilogue (keys, tanh form)", (1.2, 2.7), key_gelu, with_exact_keys, 0.999,
             place="MLP of keys"),
     Variant("fp8-keys", "products in fp8 (keys)", (0.8, 3.7), fp8_keys, with_fp8, 0.9, place="MLP of keys"),
-    Variant("fastest-products", "linear layers by the fastest of cuBLASLt's proposals", (0.56, 0.56), fastest_products,
-            anywhere),
 )  # fmt: skip
 SLOW = {"autotune"}  # minutes of trials: measured last, and not among those together
 BY_NAME = {variant.name: variant for variant in VARIANTS}

@@ -1,30 +1,25 @@
 """What no GPU has shown to pay yet is right all the same: each variant against the step that it changes."""
 
-import ctypes
 import dataclasses
 import functools
 import json
 import os
 import re
 import sys
-import time
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from conftest import SMALL as RUN
 from conftest import metrics, run_program
-from timm.layers import Mlp
 from torch import nn
 
 from bench import step
 from bench.compile import _nvidia
 from bench.step import Synthetic
-from bench.variants import blocks, columns, compiled, cublaslt, mlp, one, turns
+from bench.variants import blocks, columns, compiled, mlp, one, turns
 from bench.variants.changes import BY_NAME, VARIANTS, apply, compatible
 from bench.variants.turns import SMALL, course
-from model import faster, key_mlp
 from run.recipes import RECIPES
 from run.training import Training
 from tests.kernels.interpreter import interpret, with_constant
@@ -85,7 +80,7 @@ def test_short_gelu_is_as_near_as_torchs():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kernels", ["norm", "gelu", "attention", "one", "cublaslt", *mlp.TILES], ids=str)
+@pytest.mark.parametrize("kernels", ["norm", "gelu", "attention", "one", *mlp.TILES], ids=str)
 def test_kernels_in_half_precision(kernels):
     """Distance to the float64 result of the same inputs, relative, at most 1.5 times that of torch's own operations in
     bfloat16; twice the same bits."""
@@ -109,13 +104,6 @@ def test_kernels_in_half_precision(kernels):
         cases = [
             (one.launch, one._refer, query, others, 6),
             (one.launch_backward, one._refer_backward, query, others, random(37, 1, width), 6),
-        ]
-    elif kernels == "cublaslt":
-        alone = lambda call: lambda *args: (call(*args),)  # noqa: E731
-        cases = [
-            (alone(cublaslt.linear), alone(cublaslt._refer_linear), x, wide / width**0.5, random(hidden)),
-            (alone(cublaslt.linear_input), alone(torch.matmul), dy, wide.T / width**0.5),
-            (alone(cublaslt.linear_weight), lambda dy, x: (dy.t() @ x,), dy, random(rows, hidden)),
         ]
     else:
         size = 37, 50, width
@@ -177,112 +165,6 @@ def test_what_takes_the_gpu_with_it_leaves_the_others_to_a_new_process(tmp_path,
     assert other["within"] and together["applied"] == ["both-views"]
 
 
-def test_products_of_a_library_have_the_gradients_of_the_layers():
-    x, dy, found = random(3, 7, 20).double().requires_grad_(), random(3, 7, 20).double(), []
-    for change in (lambda vit: None, lambda vit: blocks.fast_products(vit, x.dtype)):
-        torch.manual_seed(0)
-        mlp = nn.Sequential(Mlp(20, 72, act_layer=functools.partial(nn.GELU, approximate="tanh"))).double()
-        change(SimpleNamespace(blocks=mlp))
-        out = mlp(x)
-        found.append((out, *torch.autograd.grad(out, [x, *mlp.parameters()], dy)))
-    torch.testing.assert_close(*found)
-    assert type(mlp[0].fc1) is blocks.FastLinear
-    key_mlp.gelu_in_products(mlp, x.dtype)
-    blocks.fast_products(SimpleNamespace(blocks=mlp), x.dtype)
-    assert type(mlp[0]) is blocks.FastKeyMlp
-    torch.testing.assert_close(mlp(x), found[0][0])
-
-
-def test_fastest_products_beside_other_variants():
-    """Which hand biases to others, or take layers over."""
-    config, names = dataclasses.replace(CONFIG, depth=3), ["norm-backward", "gelu-backward", "attention-backward"]
-    (_, base), (synthetic, found) = (
-        turns.one(config, CPU, "eager", names=some) for some in ([], [*names, "fastest-products"])
-    )
-    assert turns.compare(found, base, base, names, half=False)["within"]
-    for network in (synthetic.training.query, synthetic.training.key):
-        kinds = {type(module) for module in network.encoder.blocks.modules()}
-        assert blocks.FastLinear in kinds and not kinds & {nn.Linear, faster.ForeignBias}
-
-
-class Library:
-    """cuBLASLt on a CPU, in float32, as far as it is needed. Its algorithms, by number: 1 does not run, 2 and 3 have a
-    workspace, all but 3 and 5 are slow."""
-
-    def __init__(self):
-        self.made, self.asked, self.ran = [], [], []
-
-    def __getattr__(self, name):
-        return functools.partial(self._create if name.endswith("Create") else self._set, name)
-
-    def _create(self, name, made, *values):
-        self.made.append({"values": [getattr(value, "value", value) for value in values]})
-        made._obj.value = len(self.made)
-
-    def _set(self, name, of, attribute, value, size):
-        assert name.endswith("SetAttribute") and size.value == ctypes.sizeof(value._obj)
-        self.made[of.value - 1][attribute] = value._obj.value
-
-    def cublasLtMatmulAlgoGetHeuristic(self, handle, operation, a, b, c, d, preference, most, found, count):
-        of, limit = self.made[operation.value - 1], self.made[preference.value - 1][cublaslt.MAX_WORKSPACE]
-        assert (cublaslt.BIAS in of) == (of[cublaslt.EPILOGUE] != cublaslt.PLAIN)
-        self.asked.append((limit, most))
-        for place, number in enumerate((0, 1, 2, 3, 4) if limit else (4, 5)):
-            found[place].algorithm[0], found[place].workspace = number, 4 * (number in (2, 3))
-        count._obj.value = place + 1
-
-    def cublasLtMatmul(self, handle, operation, one, a, of_a, b, of_b, zero, c, of_c, d, of_d, algorithm, *more):
-        (workspace, size, _), of, number = more, self.made[operation.value - 1], algorithm._obj[0]
-        assert size.value == 4 * (number in (2, 3)) and bool(workspace.value) == bool(size.value)
-        if number == 1:
-            return 15
-        self.ran.append(number)
-        time.sleep(0 if number in (3, 5) else 0.002)
-        a, b, d = (self._matrix(*pair) for pair in ((a, of_a), (b, of_b), (d, of_d)))
-        a, b = (x.T if of[turned] else x for x, turned in ((a, cublaslt.TRANSPOSED_A), (b, cublaslt.TRANSPOSED_B)))
-        d[:] = a @ b
-        if of[cublaslt.EPILOGUE] in (cublaslt.ADD_BIAS, cublaslt.GELU_BIAS):
-            d += self._numbers(of[cublaslt.BIAS], len(d))[:, None]  # one for each row
-        if of[cublaslt.EPILOGUE] == cublaslt.GELU_BIAS:
-            d[:] = nn.functional.gelu(torch.from_numpy(d.copy()), approximate="tanh").numpy()
-
-    def _matrix(self, pointer, layout):
-        kind, rows, columns, stride = self.made[layout.value - 1]["values"]
-        assert kind == cublaslt.KINDS[torch.float32] and stride == rows
-        return self._numbers(pointer.value, rows * columns).reshape(columns, rows).T
-
-    def _numbers(self, address, number):
-        return np.ctypeslib.as_array((ctypes.c_float * number).from_address(address))
-
-
-def test_the_fastest_of_a_library_is_taken(monkeypatch):
-    """The products are those of the reference; the algorithm is the quickest of those that run, tried once."""
-    library = Library()
-    monkeypatch.setattr(cublaslt, "_library", lambda: library)
-    monkeypatch.setattr(cublaslt, "_handle", lambda: None)
-    monkeypatch.setattr(cublaslt, "_product", functools.cache(cublaslt.Product))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=None))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=5000))
-    x, weight, bias, dy = random(7, 20), random(12, 20), random(12), random(7, 12)
-    wanted = {
-        ("forward", x, weight, bias): cublaslt._refer_linear(x, weight, bias),
-        ("input", dy, weight): dy @ weight,
-        ("weight", dy, x): dy.t() @ x,
-    }
-    for limits, fastest in ((cublaslt.LIMITS, (3, 5)), ((0,), (5,))):
-        for args, want in wanted.items():
-            for _ in range(2):
-                call = cublaslt.plain(*args, limits=limits)
-                call()
-                torch.testing.assert_close(call.args[2], want)
-                assert library.ran[-1] in fastest
-            assert call.func.tried == (5 if len(limits) == 2 else 2) and call.func.chosen[1] in (0, 4)
-    asked = sorted(cublaslt.PROPOSED.items())
-    assert sorted(library.asked) == sorted(3 * asked + 3 * asked[:1])  # once a product and limit
-    torch.testing.assert_close(cublaslt._plain("forward", x, weight, bias, gelu=True),
-                               cublaslt._refer_linear(x, weight, bias, gelu=True))  # fmt: skip
-
-
 def test_a_run_of_train_with_variants(photos, tmp_path):
     how = *RUN, "--data", photos, "--max-steps", "4", "--ema", "0.9", "--output"
     run_program("train.py", *how, tmp_path / "without")
@@ -304,7 +186,7 @@ def test_compiled_as_one_graph():
             how = {"backend": "aot_eager", "fullgraph": True, "dynamic": False}
             training.query, training.key = (torch.compile(x, **how) for x in (training.query, training.key))
         there = [v.name for v in VARIANTS if not v.missing(training)]
-        apply(compatible(["fused-mlp", "fastest-products", *there]), training)
+        apply(compatible(["fused-mlp", *there]), training)
         blocks.sum_in_gelu(SimpleNamespace(blocks=last))
         course(synthetic)
         with torch._dynamo.config.patch(error_on_recompile=True):

@@ -171,6 +171,24 @@ def test_keys_with_gelu_in_their_products_are_the_keys(device, monkeypatch):
     assert torch.cosine_similarity(*keys, dim=-1).mean() > 0.999 and not torch.equal(*keys)
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_fastest_products_change_no_bit(device, accumulate, monkeypatch):
+    """Of weights, momentum network and losses; on a GPU in the steps before the recording and in recorded ones."""
+    config = dataclasses.replace(CONFIG, batch_size=16, depth=2, precision="bfloat16", accumulate=accumulate)
+    monkeypatch.setattr(faster, "pays", lambda _: True)
+    found = []
+    for fast in (True, False):
+        if not fast:
+            monkeypatch.setattr(faster, "fastest_products", lambda network: None)
+        training = Training(config, torch.device(device), compiled=False)
+        losses = [training.step(*given, 0.5)[0] for _ in range(2) for given in groups(training, device)]
+        kinds = [type(network.encoder.blocks[0].attn.qkv) for network in (training.query, training.key)]
+        assert (kinds == 2 * [faster.FastLinear]) == fast
+        found.append([*losses, *state(training)])
+    assert same(*found)
+
+
 def noted_gradients(training):
     """Filled by every step with the gradients of the trained parameters, as they are before the clip."""
     noted = {}
