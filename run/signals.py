@@ -1,7 +1,8 @@
-"""SIGTERM and SIGINT: finish the step, save, end with ``STOPPED``; a second one ends the process at once."""
+"""SIGTERM, SIGINT and SIGHUP: finish the step, save, end with ``STOPPED``; a second one ends the process at once."""
 
 import os
 import signal
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -15,8 +16,19 @@ from .ranks import Ranks
 
 STOPPED = 75  # exit code of a run that was asked to stop and has saved (EX_TEMPFAIL of sysexits.h: try again later)
 SIGNALS = signal.SIGTERM, signal.SIGINT
+if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # under nohup a run goes on without its terminal
+    SIGNALS += (signal.SIGHUP,)
 GPU_EVERY = 10  # steps between two agreements of several GPUs
 _END = bytes(1)  # no signal has this number
+
+
+def _leave_terminal() -> None:
+    """What is said from here on goes nowhere where it went to the terminal, which is gone: it would be an error."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for output in (1, 2):
+        if stat.S_ISCHR(os.fstat(output).st_mode):
+            os.dup2(nowhere, output)
+    os.close(nowhere)
 
 
 class StopRequest:
@@ -62,6 +74,8 @@ class StopRequest:
                 continue
             if not said:
                 self._note()
+                if number[0] == signal.SIGHUP:
+                    _leave_terminal()
                 self.say("asked to stop: this step is finished and saved first; asked again, the run ends without that")
                 said = True
             # torchrun hands on at once what a terminal has sent to all its processes already: that is no second one.

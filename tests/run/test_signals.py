@@ -42,7 +42,7 @@ def test_gpus_agree_without_waiting_for_what_is_queued(monkeypatch):
 
 def test_a_request_is_heard_and_said_and_handlers_are_put_back():
     """Nothing but the thread tells of it; what a handler was before it is again."""
-    numbers, said = (signal.SIGTERM, signal.SIGINT), []
+    numbers, said = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP), []
     before = [signal.getsignal(number) for number in numbers]  # in the background of a shell, SIGINT is ignored
     for number in numbers:
         with StopRequest(SimpleNamespace(device=torch.device("cpu"), count=1), said.append) as stop:
@@ -52,7 +52,7 @@ def test_a_request_is_heard_and_said_and_handlers_are_put_back():
                 waiting.pause(60)
             assert stop.agreed(1) and waiting.asked_to_stop()
             signal.raise_signal(number)  # torchrun hands on at once what a terminal has sent to all already
-    assert len(said) == 2 and said[0].startswith("asked to stop: this step")
+    assert len(said) == 3 and said[0].startswith("asked to stop: this step")
     assert [signal.getsignal(number) for number in numbers] == before and signal.set_wakeup_fd(-1) == -1
     assert not waiting.asked_to_stop() and STOPPED == 75
 
