@@ -4,9 +4,11 @@ Of the decoder's kernels it is known that they run on streams of their own. Why 
 train.py does about it, and the way of each here that is with it or without:
 
 - more streams than hardware queues, 8 by default: what comes behind a step in the same queue waits for that step. So
-  train.py asks for 32. A second process has the driver's own, and as little room as it gives by itself;
+  train.py asks for 32 (without them, and in queues of the default length, it waited 16 % of the time);
 - a full buffer of commands: whoever launches a graph then waits, and may keep other threads from launching. So train.py
-  asks for four times the room and is two steps ahead of the GPU at most; "any number of steps ahead" does not wait;
+  asks for queues four times as long, of which a second process does without (they have been reported to end in a
+  deadlock on a Jetson, llama.cpp pull request 19230), and is two steps ahead of the GPU at most; "any number of steps
+  ahead" does not wait;
 - the default stream, for which some calls of other libraries wait: "a stream of its own", also one of high priority,
   which has other queues than the decoder's (kernels in a graph keep the priority that they were recorded with);
 - the thread by which DALI waits for all of the device whenever a tensor of its memory that went by DLPack is freed:
@@ -43,7 +45,7 @@ from bench.train import SMALL, missing
 from run import DRIVEN, training
 from run.recipes import RECIPES
 
-DEFAULTS = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "CUDA_SCALE_LAUNCH_QUEUES": "1x"}  # the driver's own
+SHORT = {"CUDA_SCALE_LAUNCH_QUEUES": "1x"}  # the driver's own
 REPEATED = 4
 TRACED = 16  # steps
 GAP = 200  # microseconds without a kernel of the training: a wait. Between two steps there are tens.
@@ -69,10 +71,11 @@ def main(arguments: list[str]) -> int:
         steps = batches * RECIPES[recipe].groups
         command = ["--recipe", recipe, "--data", str(images), "--batch-size", str(batch), *more]
         environment.describe()  # asks the driver, for which a limit leaves no time
-        for default in (False, True) if environment.device().type == "cuda" else (True,):
-            os.environ |= DEFAULTS if default else DRIVEN
-            queues = None if default else int(DRIVEN["CUDA_DEVICE_MAX_CONNECTIONS"])
-            result["runs"].append({"queues": queues, **alone(run, command, steps)})
+        for driven in (DRIVEN, DRIVEN | SHORT) if environment.device().type == "cuda" else ({},):
+            os.environ |= driven
+            queues, length = (driven.get(name) for name in DRIVEN)
+            row = {"queues": int(queues) if queues else None, "length": length}
+            result["runs"].append({**row, **alone(run, command, steps)})
             environment.save(options, result | conclusions(result))
     for row in conclusions(result)["findings"]:
         print("; ".join([f"{row['what']}: {row['result']}", *filter(None, [row.get("more")])]))
@@ -83,7 +86,8 @@ def conclusions(d: dict) -> dict:
     """By number of queues the share of the time that each way waits, and what ran in the waits of a trace."""
     of, found = f"{d['recipe']}, batch {d['batch_size']}", []
     for row in d["runs"]:
-        queues, trace = f"{row['queues']} longer queues" if row["queues"] else "default queues", row["trace"]
+        longer = "" if row.get("length") == SHORT["CUDA_SCALE_LAUNCH_QUEUES"] else " longer"
+        queues, trace = f"{row['queues']}{longer} queues" if row["queues"] else "default queues", row["trace"]
         ways = [
             f"{way['way']} {percent(way['data_wait'])}, {number(way['pairs_per_second'])} pairs/s"
             for way in row["ways"]
