@@ -26,7 +26,8 @@ enum { NO_MEMORY = 2, UNSUPPORTED = 900, ISOLATION = 905, IMPLICIT = 906, CAPTUR
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static Block blocks[4096];
-static Stream legacy;
+static Stream legacy, *joined[64]; /* those that wait for one that is captured are captured with it, until that ends */
+static int joins;
 static unsigned long long captures;
 static FILE *list;
 static __thread int capturing_here, mode, last; /* of this thread: captures begun, its mode, its last error */
@@ -158,7 +159,7 @@ int cudaStreamIsCapturing(Stream *s, int *status) { *status = of(s)->capturing; 
 
 int cudaStreamWaitEvent(Stream *s, Event *e, unsigned flags) {
     if (of(s)->capturing && !e->captured) return fail(ISOLATION);
-    if (e->captured) of(s)->capturing = 1;
+    if (e->captured && !of(s)->capturing) joined[joins++] = of(s), of(s)->capturing = 1;
     return 0;
 }
 
@@ -181,6 +182,7 @@ int cudaStreamBeginCapture(Stream *s, int m) {
 
 int cudaStreamEndCapture(Stream *s, void **graph) {
     s->capturing = 0, capturing_here = 0, *graph = s;
+    while (joins) joined[--joins]->capturing = 0;
     say("ends");
     return 0;
 }
