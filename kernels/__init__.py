@@ -4,8 +4,9 @@ the update of all parameters, and the choice among a library's products."""
 from importlib import import_module
 
 _HOMES = {
-    "attention": "short_attention", "attention_of_one": "short_attention", "gather_patches": "gather",
-    "patch_overlap": "overlap", "sample_views": "sampling", "unit_norms": "update", "update_parameters": "update",
+    "add_norm": "residual_norm", "attention": "short_attention", "attention_of_one": "short_attention",
+    "class_attention": "class_token", "gather_patches": "gather", "patch_overlap": "overlap",
+    "sample_views": "sampling", "unit_norms": "update", "update_parameters": "update",
 }  # fmt: skip
 __all__ = list(_HOMES)
 

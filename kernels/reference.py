@@ -218,11 +218,15 @@ def gather_patches(crops, index, *, patch, mean, std, dtype):
     return out
 
 
+def wide(x):
+    """In float32, where it is in half precision."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def attention_weights(qkv, heads):
     """q, k, v [B,H,T,D] of packed ones, and the softmax weights P [B,H,T,T], in float32 or better."""
     q, k, v = qkv.unflatten(2, (3, heads, -1)).permute(2, 0, 3, 1, 4).contiguous()
-    wide = torch.promote_types(qkv.dtype, torch.float32)
-    scores = q.to(wide) @ k.to(wide).transpose(2, 3)
+    scores = wide(q) @ wide(k).transpose(2, 3)
     return q, k, v, torch.softmax(scores.div_(math.sqrt(q.shape[3])), -1)
 
 
@@ -242,6 +246,25 @@ def attention_backward(qkv, gradient, heads):
     ds, p = ds.div_(math.sqrt(q.shape[3])).to(q.dtype), p.to(g.dtype)
     parts = torch.stack([ds @ k, ds.transpose(2, 3) @ q, p.transpose(2, 3) @ g])  # [3,B,H,T,D]
     return parts.permute(1, 3, 0, 2, 4).flatten(2)
+
+
+def class_attention_backward(query, others, gradient, heads):
+    """Gradients of ``attention_of_one`` with respect to queries and to keys and values, as in ``class_token.py``."""
+    q, g = (wide(x).unflatten(2, (heads, -1)) for x in (query, gradient))
+    (k, v), scale = wide(others).unflatten(2, (2, heads, -1)).unbind(2), q.shape[3] ** -0.5
+    p, dp = ((q * k).sum(3, keepdim=True) * scale).softmax(1), (v * g).sum(3, keepdim=True)
+    ds = p * (dp - (p * dp).sum(1, keepdim=True)) * scale
+    dothers = torch.stack([ds * q, p * g], 2).flatten(2)
+    return (ds * k).sum(1, keepdim=True).flatten(2).to(query.dtype), dothers.to(others.dtype)
+
+
+def norm_backward(gradient, passing, x, mean, rstd, gamma):
+    """ds, dgamma with dbeta, and dbias, as in ``residual_norm.py``."""
+    dy, n = wide(gradient), (x - mean) * rstd
+    g = dy * gamma
+    out = passing + rstd * (g - g.mean(-1, keepdim=True) - n * (g * n).mean(-1, keepdim=True))
+    dnorm = torch.cat([columns.flatten(0, -2).sum(0) for columns in (dy * n, dy)])
+    return out.to(x.dtype), dnorm.to(mean.dtype), out.flatten(0, -2).sum(0).to(x.dtype)
 
 
 def unit_norms(flats, bounds):

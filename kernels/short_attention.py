@@ -189,7 +189,6 @@ def attention_of_one(query, others, *, heads):
 
 def one_by_sums(q, k, v):
     """One query, [B,1,H,D], to k and v [B,T,H,D]: [B,1,H,D] in the type of v; in float32 or wider between."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    q, k, values = (part.to(wide) for part in (q, k, v))
+    q, k, values = (reference.wide(part) for part in (q, k, v))
     weights = ((q * k).sum(3, keepdim=True) * q.shape[3] ** -0.5).softmax(1)
     return (weights * values).sum(1, keepdim=True).to(v.dtype)

@@ -30,10 +30,15 @@ class PackedAttention(Attention):
             return self.proj(attention(self.qkv(x), heads=self.num_heads))
         # One split of each, so that their gradients are put together once.
         sizes, bias = (self.attn_dim, 2 * self.attn_dim), self.qkv.bias
-        ask, answer = self.qkv.weight.split(sizes)
-        ask_bias, answer_bias = (None, None) if bias is None else bias.split(sizes)
+        biases = (None, None) if bias is None else bias.split(sizes)
+        return self.proj(self.of_first(x, *self.qkv.weight.split(sizes), *biases))
+
+    def of_first(
+        self, x: Tensor, ask: Tensor, answer: Tensor, ask_bias: Tensor | None, answer_bias: Tensor | None
+    ) -> Tensor:
+        """What the first of the tokens [B,T,D] gets: [B,1,H*D], by weights of queries, and of keys and values."""
         query, others = F.linear(x[:, :1], ask, ask_bias), F.linear(x, answer, answer_bias)
-        return self.proj(attention_of_one(query, others, heads=self.num_heads))
+        return attention_of_one(query, others, heads=self.num_heads)
 
 
 class LastBlock(Block):

@@ -40,9 +40,13 @@ class KeyMlp(Mlp):
         return self.fc2(a).unflatten(0, x.shape[:-1])
 
 
+def is_plain(module: nn.Module) -> bool:
+    """Whether it is timm's MLP, of two layers with a function between them and nothing else."""
+    return type(module) is Mlp and active_parts(module) == {"fc1", "act", "fc2"}
+
+
 def gelu_in_products(network: nn.Module, kind: torch.dtype) -> None:
-    """In all MLPs that are two layers with biases, torch's GELU between them and nothing else."""
+    """In all plain MLPs whose function is torch's GELU and whose first layer has a bias."""
     for module in network.modules():
-        plain = type(module) is Mlp and active_parts(module) == {"fc1", "act", "fc2"}
-        if plain and type(module.act) is nn.GELU and module.fc1.bias is not None:
+        if is_plain(module) and type(module.act) is nn.GELU and module.fc1.bias is not None:
             module.__class__, module.kind = KeyMlp, kind

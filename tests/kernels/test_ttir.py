@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import gather, reference, sampling, update
+from kernels import gather, reference, residual_norm, sampling, update
 from kernels.compiled import compile_for
+from kernels.short_attention import attention_of_one
 from tests.kernels.test_gather import MEAN, STD
 from tests.kernels.test_sampling import PAIRS
 from tests.kernels.test_update import BOUNDS, RULE, arguments, check
@@ -130,7 +131,7 @@ def test_gather_beyond_two_to_the_31_words(tmp_path):
 def test_update(monkeypatch, wrong):
     """A step with all that there may be: clip by a vector, momentum network, copies in bfloat16."""
     monkeypatch.setattr(update, "CHUNK", 2)  # the blocks of a unit in several turns
-    made = {name: kernel.asm["ttir"] for name, kernel in islice(compile_for(90, rule=RULE), 5, None)}
+    made = {name: kernel.asm["ttir"] for name, kernel in islice(compile_for(90, rule=RULE), 5, 9)}
     args = arguments("vector", half=torch.bfloat16, wrong=wrong)
     state = update.State(*(x.clone() for x in args[0]))
     arrays = {
@@ -152,3 +153,48 @@ def test_update(monkeypatch, wrong):
     constants = finite, shared, starts, ends, unit, len(state.keys)
     evaluate(made["update"], [*(arrays[name] for name in names), *constants], [(block, 0) for block in range(blocks)])
     check((*state, torch.tensor(bool(finite[0]))), args)
+
+
+def halves(generator, *shape):
+    """Random numbers in bfloat16, as a tensor and as their bits."""
+    x = torch.randn(shape, generator=generator).bfloat16()
+    return x, x.view(torch.int16).numpy()
+
+
+def check_halves(pairs, width=2**-8):
+    """Bits within two roundings of bfloat16 of what they should be."""
+    for bits, exact in pairs:
+        got = torch.from_numpy(bits).view(torch.bfloat16).double().view(exact.shape)
+        assert (got - exact).norm() <= width * exact.norm()
+
+
+def test_class_attention():
+    made = {name: kernel.asm["ttir"] for name, kernel in islice(compile_for(90, rule=RULE), 9, 11)}
+    generator, heads, width = torch.Generator().manual_seed(0), 6, 384
+    (query, q), (others, o), (gradient, g) = (halves(generator, 2, x, y) for x, y in ((1, 384), (50, 768), (1, 384)))
+    out, dquery, dothers = (np.full_like(x, -1) for x in (q, q, o))
+    scale, programs = (width // heads) ** -0.5, list(np.ndindex(2, heads))
+    evaluate(made["class_attention"], [q, o, out, scale / math.log(2)], programs)
+    evaluate(made["class_attention_backward"], [q, o, g, dquery, dothers, scale / math.log(2), scale], programs)
+    exact = [x.double() for x in (query, others, gradient)]
+    wanted = attention_of_one(*exact[:2], heads=heads), *reference.class_attention_backward(*exact, heads)
+    check_halves(zip((out, dquery, dothers), wanted, strict=True))
+
+
+@pytest.mark.parametrize("width", [384, 1280])
+def test_norm_backward(width):
+    """Of rows that leave the last program some that are none."""
+    made = {name: kernel.asm["ttir"] for name, kernel in islice(compile_for(90, width=width, rule=RULE), 11, None)}
+    generator, rows, each, programs = torch.Generator().manual_seed(0), 18, 8, 3
+    (gradient, gy), (passing, gs), (x, s) = (halves(generator, rows, width) for _ in range(3))
+    mean, rstd, gamma = torch.randn(rows, 1, generator=generator), torch.rand(rows, 1), torch.randn(width)
+    out, bias, norm = np.full_like(s, -1), np.full(width, -1, np.int16), np.full(2 * width, np.nan, np.float32)
+    partial = np.full((programs, 3 * width), np.nan, np.float32)
+    given = [gy, gs, s, *(t.numpy() for t in (mean, rstd, gamma)), out, partial, rows, each]
+    for program in range(programs):  # the bounds of one loop are the same in all that are evaluated at once
+        evaluate(made["norm_backward"], given, [(program, 0)])
+    blocks = [(block, 0) for block in range(-(-3 * width // residual_norm.SUM["C"]))]
+    evaluate(made["norm_sums"], [partial, norm, bias, programs, width], blocks)
+    exact = reference.norm_backward(*(t.double() for t in (gradient, passing, x, mean, rstd, gamma)))
+    check_halves([(out, exact[0]), (bias, exact[2])])
+    torch.testing.assert_close(torch.from_numpy(norm).double(), exact[1], rtol=1e-4, atol=1e-4)

@@ -16,7 +16,7 @@ _DTYPES |= {"f16": np.float16, "f32": np.float32, "f64": np.float64}
 _LOCATION = re.compile(r" loc\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)")
 _ATTRIBUTES = re.compile(r"<?\{(.*?)\}>?")
 _TYPE = re.compile(r"(?:tensor<((?:\d+x)*))?(!tt\.ptr<)?(i\d+|bf16|f\d+)\b")
-_LOOP = re.compile(r"%\S+ = scf\.for (\S+) = (\S+) to (\S+) step (\S+) iter_args\((\S+) = (\S+)\) .*: i32 {")
+_LOOP = re.compile(r"(%\w+)(?::\d+)? = scf\.for (\S+) = (\S+) to (\S+) step (\S+) iter_args\((.*?)\) .*: i32 {")
 _BASE = 44  # bits of a byte offset
 
 
@@ -63,7 +63,8 @@ def _parse(lines):
         if line.startswith("}"):
             return block, line
         if loop := _LOOP.fullmatch(line):
-            block.append(("scf.for", line.split()[0], loop.groups(), [], {}, [], _parse(lines)[0]))
+            result, *bounds, carried = loop.groups()
+            block.append(("scf.for", result, [*bounds, *re.findall(r"%\w+", carried)], [], {}, [], _parse(lines)[0]))
         elif line.startswith("^bb0"):
             block.append(("arguments", None, re.findall(r"(%\S+):", line), [], {}, [], None))
         elif line:
@@ -126,18 +127,21 @@ def evaluate(ttir, arguments, programs):
                 env.update(zip(operands, inputs, strict=True))
                 continue
             if operation == "scf.for":
-                name, *bounds, carried, initial = operands
-                value = env[initial]
+                name, *bounds = operands[:4]
+                values = [env[x] for x in operands[5::2]]
                 for i in range(*(env[x].item() for x in bounds)):
-                    env[name], env[carried] = np.array([i], np.int32), value
-                    value = run(inner)
-                env[result] = value
+                    env.update({name: np.array([i], np.int32)} | dict(zip(operands[4::2], values, strict=True)))
+                    values = run(inner)
+                names = [result] if len(values) == 1 else [f"{result}#{place}" for place in range(len(values))]
+                env.update(zip(names, values, strict=True))
                 continue
             args = [env[x] for x in operands]
             shape, pointer, dtype = types[-1] if types else ((), False, None)
             axis = attributes.get("axis", 0) + 1
             match operation, words:
-                case "scf.yield" | "tt.reduce.return", []:
+                case "scf.yield", []:
+                    return args
+                case "tt.reduce.return", []:
                     return args[0]
                 case "tt.return", []:
                     return None
@@ -150,7 +154,9 @@ def evaluate(ttir, arguments, programs):
                 case "arith.constant", [text]:
                     text = text.removeprefix("dense<").rstrip(">")
                     number = np.uint32(int(text, 16)).view(dtype) if text.startswith("0x") else float(text)
-                    value = np.full((1, *shape), number if np.dtype(dtype).kind == "f" else int(text), dtype)
+                    if np.dtype(dtype).kind != "f":  # an integer, or bfloat16
+                        number = _bfloat16(np.array([number], np.float32))[0] if "." in text else int(text)
+                    value = np.full((1, *shape), number, dtype)
                 case "tt.get_program_id", [("x" | "y") as word]:
                     value = np.array([p["xy".index(word)] for p in programs], np.int32)
                 case "tt.make_range", []:
@@ -189,7 +195,8 @@ def evaluate(ttir, arguments, programs):
                 case (("arith.extui" | "arith.uitofp"), []):
                     value = _unsigned(args[0]).astype(dtype)
                 case "arith.extf", []:
-                    value = args[0].astype(dtype)
+                    half = args[0].dtype == np.int16
+                    value = (args[0].astype(np.int32) << 16).view(np.float32) if half else args[0].astype(dtype)
                 case "arith.truncf", []:
                     value = _bfloat16(args[0]) if dtype is np.int16 else args[0].astype(dtype)
                 case _, [] if operation in _ARITHMETIC:
