@@ -50,7 +50,8 @@ class Part(NamedTuple):
     behind: str = "gpu_tests"  # the part of its stage, if that has it, whose tests have to pass
 
 
-KERNELS = tuple(f"kernels/test_{name}.py" for name in ("sampling", "overlap", "gather", "short_attention", "update"))
+OURS = "sampling", "overlap", "gather", "short_attention", "class_token", "residual_norm", "update"
+KERNELS = tuple(f"kernels/test_{name}.py" for name in OURS)
 INPUT = tuple(f"pipeline/test_{name}.py" for name in ("graph", "stream", "loader"))
 STEP = ("run/test_training.py",)
 COSTS = ("bench/test_baselines.py::test_baselines_cost_what_is_counted",)
@@ -72,15 +73,16 @@ PARTS = (
 )
 GPU_TESTS = (
     "run/test_recorded.py run/test_training.py run/test_checkpoint.py kernels/test_sampling.py kernels/test_gather.py "
-    "kernels/test_overlap.py kernels/test_short_attention.py kernels/test_update.py kernels/test_cublaslt.py"
+    "kernels/test_overlap.py kernels/test_short_attention.py kernels/test_class_token.py kernels/test_residual_norm.py "
+    "kernels/test_update.py kernels/test_cublaslt.py"
 )
 DATA_TESTS = "pipeline/test_loader.py pipeline/test_sources.py test_train.py"
 PROGRAM_TESTS = "test_survival.py test_finetune.py test_detect.py run/test_progress.py"
 TRAIN = "train --recipe imagenet-vit-s --batch-size 512 --steps 200"
 STEP_S, STEP_B = (f"step --recipe imagenet-vit-{size} --batch-size" for size in "sb")
 # Variants: first those that should save the most milliseconds for the seconds that they compile.
-SOON = "gelu-backward norm-backward short-gelu attention-backward"
-LATER = "fused-mlp class-attention both-views compiled-loss fp8-keys"
+SOON = "both-views compiled-loss"
+LATER = "fp8-keys"
 STAGES = {
     1: (  # neither DALI nor tyro, nor in 2, 4 and 5
         Part("machine", "machine", 40),
@@ -92,7 +94,6 @@ STAGES = {
     2: (
         # Behind no tests: each is compared with the step before it is timed, and says what came of it.
         Part("variants", f"{STEP_S} 512 --turns 5 --variants {SOON}", 210),
-        Part("variant_tests", "gpu_tests --workers 6 --files bench/test_variants.py", 60),
     ),
     3: (
         Part("data_tests", f"gpu_tests --files {DATA_TESTS}", 120),

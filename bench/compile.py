@@ -2,8 +2,7 @@
 
 Numbers are those of the ImageNet recipes (14 x 14 patches of 16 px, 49 kept, 4 groups, bfloat16), and static: an
 instruction in a loop counts once. Loads and stores are those of global memory. For NVIDIA everything is read from the
-machine code (SASS) with the tools inside the triton package, for AMD from the assembly that LLVM writes. Kernels of
-``bench/variants`` are a table of their own, for three generations of NVIDIA's cards for data centres.
+machine code (SASS) with the tools inside the triton package, for AMD from the assembly that LLVM writes.
 """
 
 import re
@@ -17,7 +16,6 @@ from triton.backends.compiler import GPUTarget
 
 from bench import environment
 from bench.findings import finding
-from bench.variants import compiled
 from kernels.compiled import compile_for
 
 CAPABILITIES = 80, 90, 100, 120
@@ -51,13 +49,6 @@ def compiled_rows():
             if capability == CAPABILITIES[0]:
                 amd = triton.compile(kernel.src, AMD, {"num_warps": kernel.metadata.num_warps})
                 yield {"target": AMD.arch, "kernel": name} | _amd(amd)
-
-
-def variant_rows():
-    """The same of the variants' kernels."""
-    for capability in (80, 90, 100):
-        for name, kernel in compiled.compile_for(capability):
-            yield {"target": f"sm_{capability}", "kernel": name} | _nvidia(kernel)
 
 
 def _nvidia(kernel) -> dict:
@@ -120,7 +111,7 @@ def conclusions(d: dict) -> dict:
     programs = f"{len(rows)} programs, {spilled or 'none'} of which spill{'s' if spilled == 1 else ''}"
     stored = f"the gather stores {' or '.join(str(bits // 8) for bits in sorted(stores))} bytes at a time"
     found = [finding(f"every kernel compiled for {', '.join(targets)}", programs, stored)]
-    if d.get("variants"):
+    if d.get("variants"):  # of a kept result, whose variants had kernels
         spilled = [f"{row['kernel']} on {row['target']}" for row in d["variants"] if row["spill_instructions"]]
         found.append(
             finding("kernels of variants", f"{len(d['variants'])} programs", f"spill: {', '.join(spilled) or 'none'}")
@@ -131,8 +122,6 @@ def conclusions(d: dict) -> dict:
 def main(arguments: list[str]) -> int:
     options = environment.parser("compile", "Compile every kernel; no GPU is needed.").parse_args(arguments)
     result = {"rows": sorted(compiled_rows(), key=lambda row: row["kernel"])}
-    environment.save(options, result | conclusions(result))
-    result["variants"] = sorted(variant_rows(), key=lambda row: row["kernel"])
     environment.save(options, result | conclusions(result))
     for rows in result.values():
         shown = [dict(row) for row in rows]

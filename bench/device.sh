@@ -10,13 +10,13 @@
 # begins.
 #
 #   1  machine 12: clocks, ceilings; gpu_tests 80: the step and its kernels against the reference, in 8 processes;
-#      step_vit_s 65: batch 512 as a CUDA graph, with a trace; kernels 37; passes 45: what lies between
-#      the products                                                                                         239 s
-#   2  variants 150: what should save the most of a step, alone and together; variant_tests 30              180 s
+#      step_vit_s 65: batch 512 as a CUDA graph, with a trace; kernels 37; passes 35: what lies between
+#      the products                                                                                         229 s
+#   2  variants 100: what should save the most of a step, alone and together                                100 s
 #   3  data_tests 93: the decoder's memory, loader, train.py; train 54: train.py end to end; waits 90: what it
 #      waits for, in several ways and with a trace                                                          237 s
 #   4  products 60; sanitizer 90; counters 45; collectives 45                                                240 s
-#   5  variants_later 202: the other variants; step_vit_s_compiled 35                                       237 s
+#   5  variants_later 80: the other variants; step_vit_s_compiled 35                                        115 s
 #   6  program_tests 60: resuming, fine-tuning, detection; step_vit_b 80; kinds 50: kinds of JPEG; pipeline 45
 #                                                                                                          235 s
 #

@@ -14,19 +14,19 @@ import kernels
 from bench import environment
 from bench.all import GRACE, by_timeout
 from bench.kernels import GROUPS, MEAN, POWER, SIZES, SMOKE_SIZES, STD, batch_of_boxes
-from bench.variants import columns, mlp
 from run.recipes import RECIPES
 from run.training import Training
 
 NAMES = (
-    "sample_views", "patch_overlap", "gather_patches", "attention", "update", "layer_norm", "gelu", "columns", "mlp",
+    "sample_views", "patch_overlap", "gather_patches", "attention", "class_attention", "add_norm", "update",
+    "layer_norm", "gelu",
 )  # fmt: skip
 HEADS = 6
 
 
 def calls(device: torch.device, *, small: bool) -> dict[str, Callable]:
     """By ``NAMES``, at the sizes of ViT-S/16 at batch 512, or ``small``; "layer_norm" and "gelu" are torch's backward
-    passes, "columns" and "mlp" kernels of ``bench/variants``. In bfloat16 on a GPU."""
+    passes. In bfloat16 on a GPU."""
     size = (SMOKE_SIZES if small else SIZES)[0]
     config = RECIPES["imagenet-vit-s"]
     if small:
@@ -54,6 +54,16 @@ def calls(device: torch.device, *, small: bool) -> dict[str, Callable]:
         out = kernels.attention(qkv, heads=HEADS)
         out.backward(random(*out.shape))
 
+    def class_attention():
+        query, others = random(2 * size.batch, 1, width), random(2 * size.batch, size.keep + 1, 2 * width)
+        out = kernels.class_attention(query.requires_grad_(), others, random(2 * width), heads=HEADS)
+        out.backward(random(*out.shape))
+
+    def add_norm():
+        rows, (gamma, beta) = (random(tokens, width, requires_grad=True), random(tokens, width)), random(2, width)
+        out = kernels.add_norm(*rows, gamma, beta, eps=1e-6, bias=random(width))
+        torch.autograd.backward(out, [random(tokens, width) for _ in out])
+
     def update():
         training = Training(config, device, compiled=False)
         training.flat.gradient.normal_()
@@ -64,22 +74,10 @@ def calls(device: torch.device, *, small: bool) -> dict[str, Callable]:
         x = random(tokens, numbers, requires_grad=True)
         function(x).backward(random(tokens, numbers))
 
-    def with_columns():
-        columns.gelu_backward(random(tokens, 4 * width), random(tokens, 4 * width))
-        x, mean, deviation = random(tokens, width), *torch.rand(2, tokens, 1, device=device)
-        columns.norm_backward(random(tokens, width), random(tokens, width), x, mean, deviation, random(width))
-        qkv = random(2 * size.batch, size.keep + 1, 3 * width)
-        columns.attention_backward(qkv, random(2 * size.batch, size.keep + 1, width), HEADS)
-
-    def products():
-        x, up, down = random(tokens, width), random(4 * width, width), random(width, 4 * width)
-        _, slope = mlp.up(x, up, random(4 * width))
-        mlp.down_backward(x, down, slope)
-
     norm = torch.nn.LayerNorm(width, device=device, dtype=half)
     found = (
-        drawn, overlap, gather, attention, update, lambda: backward(norm, width), lambda: backward(F.gelu, 4 * width),
-        with_columns, products,
+        drawn, overlap, gather, attention, class_attention, add_norm, update, lambda: backward(norm, width),
+        lambda: backward(F.gelu, 4 * width),
     )  # fmt: skip
     return dict(zip(NAMES, found, strict=True))
 

@@ -1,4 +1,4 @@
-"""What lies between the products of a block, pass by pass: as the compiler makes it, and by kernels of the variants.
+"""What lies between the products of a block, pass by pass: as the compiler makes it, and in the forms of the step.
 
 Shapes are those of ``bench/roofline.py``, in bfloat16 on a GPU. ``share_of_copy``: of the rate of a copy, counting what
 has to be read and written once, in numbers:
@@ -6,12 +6,11 @@ has to be read and written once, in numbers:
 - ``norm``: s = stream + branch and y = norm(s), 4; backward with the gradients of gamma, beta and of the bias of the
   product that wrote the branch, 4;
 - ``gelu``: 2; backward with the gradient of its product's bias, 3;
-- ``attention``: backward with the gradient of its product's bias, 7 a token and dimension;
 - ``class attention``: of the class token, 2 a token and dimension; backward 4.
 
 How: ``compiled`` by Inductor (on a CPU: as torch has it); ``short``: GELU in fewer instructions, compiled
-(``short-gelu``); ``kernel``: one of ``bench/variants``, by its tile. What cannot run on a device is a row without times
-that says why; so is what fails, with exit code 1.
+(``model/faster.py``); ``kernel``: ours. What cannot run on a device is a row without times that says why; so is what
+fails, with exit code 1.
 """
 
 import functools
@@ -26,9 +25,9 @@ from bench.findings import bar, finding, number, percent, plot, without_figures
 from bench.products import NO_GPU
 from bench.roofline import Sizes
 from bench.timing import copy_bandwidth, measure_each
-from bench.variants import blocks, columns, one
-from kernels import attention, attention_of_one
-from kernels.short_attention import suits
+from kernels import attention_of_one, class_token, residual_norm
+from kernels.reference import wide
+from model.faster import ShortGelu
 from run.recipes import RECIPES
 
 SECONDS = 0.3  # of all ways of a pass
@@ -56,7 +55,7 @@ def both(function: Callable, *inputs: Tensor) -> tuple[Callable, Callable]:
 
 def add_norm(stream, branch, bias, gamma, beta):
     total = stream + (branch + bias)
-    return total, F.layer_norm(columns.wide(total), total.shape[-1:], gamma, beta, 1e-6).to(total.dtype)
+    return total, F.layer_norm(wide(total), total.shape[-1:], gamma, beta, 1e-6).to(total.dtype)
 
 
 def passes(images: int, tokens: int, width: int, hidden: int, heads: int, device, dtype) -> Iterator[tuple]:
@@ -65,38 +64,31 @@ def passes(images: int, tokens: int, width: int, hidden: int, heads: int, device
     def random(*shape, kind=dtype):
         return torch.randn(*shape, dtype=kind, device=device)
 
-    rows, wide = 2 * images * tokens, torch.promote_types(dtype, torch.float32)
-    stream, branch, gamma, beta = random(rows, width), random(rows, width), *random(2, width, kind=wide)
+    rows, full = 2 * images * tokens, torch.promote_types(dtype, torch.float32)
+    stream, branch, gamma, beta = random(rows, width), random(rows, width), *random(2, width, kind=full)
     forward, backward = both(add_norm, stream, branch, random(width), gamma, beta)
     yield "norm", 4 * rows * width, {"compiled": forward}
     given = [x.detach() for x in (branch, stream, stream)]
-    given += [stream.detach().to(wide).mean(1, keepdim=True), torch.ones(rows, 1, dtype=wide, device=device)]
-    launch = functools.partial(columns.launch_norm, *given, gamma.detach())
-    ways = {f"kernel, {tile}": functools.partial(launch, tile=tile) for tile in columns.NORM_TILES}
-    yield "norm, backward", 4 * rows * width, {"compiled": backward} | ways
-    del stream, branch, given, launch, ways
+    given += [wide(given[1]).mean(1, keepdim=True), torch.ones(rows, 1, dtype=full, device=device)]
+    kernel = functools.partial(residual_norm._launch, *given, gamma.detach())
+    yield "norm, backward", 4 * rows * width, {"compiled": backward, "kernel": kernel}
+    del stream, branch, given, kernel
 
     x, bias = random(rows, hidden), random(hidden)
     forward, backward = both(lambda x, bias: F.gelu(x + bias), x, bias)
-    short, short_backward = both(lambda x, bias: blocks.ShortGelu()(x + bias), x, bias)
+    short, short_backward = both(lambda x, bias: ShortGelu()(x + bias), x, bias)
     yield "gelu", 2 * rows * hidden, {"compiled": forward, "short": short}
-    launch = functools.partial(columns.launch_gelu, random(rows, hidden), x.detach())
-    ways = {f"kernel, {tile}": functools.partial(launch, tile=tile) for tile in columns.GELU_TILES}
-    yield "gelu, backward", 3 * rows * hidden, {"compiled": backward, "short": short_backward} | ways
-    del x, launch, ways
+    yield "gelu, backward", 3 * rows * hidden, {"compiled": backward, "short": short_backward}
+    del x
 
-    if device.type == "cuda" and not suits(torch.empty(1, tokens, 3 * width, dtype=dtype, device="meta"), heads):
+    if not class_token.takes(tokens, width // heads):
         return
-    qkv, gradient = random(2 * images, tokens, 3 * width), random(2 * images, tokens, width)
-    _, backward = both(lambda qkv, bias: attention(qkv + bias, heads=heads), qkv, random(3 * width))
-    ways = {"compiled": backward, "kernel": functools.partial(columns.launch_attention, qkv.detach(), gradient, heads)}
-    yield "attention, backward", 7 * rows * width, ways
     query, others = random(2 * images, 1, width), random(2 * images, tokens, 2 * width)
     forward, backward = both(functools.partial(attention_of_one, heads=heads), query, others)
     given = query.detach(), others.detach()
-    kernel = functools.partial(one.launch, *given, heads)
+    kernel = functools.partial(class_token._launch, *given, heads)
     yield "class attention", 2 * rows * width, {"compiled": forward, "kernel": kernel}
-    kernel = functools.partial(one.launch_backward, *given, torch.randn_like(given[0]), heads)
+    kernel = functools.partial(class_token._launch_backward, *given, torch.randn_like(given[0]), heads)
     yield "class attention, backward", 4 * rows * width, {"compiled": backward, "kernel": kernel}
 
 

@@ -14,8 +14,6 @@ How:
   (tanh form, nothing kept for a backward pass); ``GELU inside, fastest``: as above.
 - of the layer behind GELU: ``then derivative``: the gradient of the input and the derivative of GELU, one after the
   other, from its input.
-- ``fused``: forward with GELU and its derivative, or gradient times derivative, in one Triton product, by its tile
-  (``bench/variants/mlp.py``).
 - ``fp8``: forward of e4m3 numbers with a scale a tensor each; making them is not in it.
 
 What cannot run on a device is a row without times that says why; so is what fails, with exit code 1. Weights and
@@ -35,7 +33,6 @@ from bench import environment
 from bench.findings import bar, finding, number, plot, without_figures
 from bench.roofline import Sizes
 from bench.timing import matrix_product, measure_each
-from bench.variants import mlp
 from kernels.cublaslt import Product, product
 from run.recipes import RECIPES
 
@@ -94,13 +91,6 @@ def alternatives(name: str, x: Tensor, weight: Tensor, bias: Tensor) -> dict[tup
     if name == "fc2":
         before = torch.randn_like(x)
         calls["input", "then derivative"] = lambda: torch.ops.aten.gelu_backward(out @ weight, before)
-    for tile in mlp.TILES if name in ("fc1", "fc2") else ():
-        how = f"fused {tile.BM}x{tile.BN}, {tile.num_stages} stages"
-        if name == "fc1":
-            calls["forward", how] = mlp.missing(device) or functools.partial(mlp.launch_up, x, weight, bias, tile)
-        else:
-            fused = functools.partial(mlp.launch_down_backward, out, weight, before, tile)
-            calls["input", how] = mlp.missing(device) or fused
     calls["forward", "fp8"] = without_fp8(device) or _fp8(x, weight, bias)
     return calls
 

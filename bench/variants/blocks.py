@@ -1,182 +1,19 @@
 """Where a variant takes hold: modules put in the place of timm's and ours in a network, with the same parameters.
 
-All that a network computes stays what it was, but for the forms said to differ. Those for a network that learns change
-how its gradients come about, those for a network of keys know that there are none.
+All that a network computes stays what it was, but for the forms said to differ.
 """
 
 import math
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from timm.layers import Mlp
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from bench.variants import mlp
-from bench.variants.columns import attention_backward, gelu_backward, norm_backward, wide
-from bench.variants.one import one, one_backward
-from kernels import attention
-from model.encoder import PackedAttention
-from model.faster import ForeignBias
+from kernels.reference import wide
 from model.heads import EPS, BatchNorm
 from model.key_mlp import KeyMlp
-
-
-def _below(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The normal distribution up to x, and exp(-x^2 / 2), in 18 instead of 36 instructions of an H100 a number.
-
-    erf by Abramowitz and Stegun 7.1.26, off by 1.5e-7 at most: its exponential is that of the density. The reciprocal
-    is a root, as Inductor makes one instruction of that and four of a division.
-    """
-    density = torch.exp2(x * x * -0.7213475204444817)
-    t = 1 + 0.3275911 * 0.7071067811865476 * x.abs()
-    t = torch.rsqrt(t * t)
-    tail = 0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429)))
-    tail = 0.5 * tail * t * density
-    return torch.where(x >= 0, 1 - tail, tail), density
-
-
-def gelu(x: Tensor) -> Tensor:
-    """GELU of x, computed in float32 where that is in half precision."""
-    exact = wide(x)
-    return (exact * _below(exact)[0]).to(x.dtype)
-
-
-class _ShortGelu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return gelu(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (x,) = ctx.saved_tensors
-        exact = wide(x)
-        below, density = _below(exact)
-        return (wide(gradient) * (below + exact * density * 0.3989422804014327)).to(x.dtype)
-
-
-class ShortGelu(nn.GELU):
-    """Torch's, in whose place it is put, but for the last bits of float32."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _ShortGelu.apply(x)
-
-
-class _Gelu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, bias):
-        ctx.save_for_backward(x)
-        ctx.type = bias.dtype
-        return gelu(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        dx, dbias = gelu_backward(gradient, *ctx.saved_tensors)
-        return dx, dbias.to(ctx.type)
-
-
-class _AddNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, stream, branch, bias, gamma, beta, eps):
-        total = stream + branch
-        x = wide(total)
-        normed, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], gamma.to(x.dtype), beta.to(x.dtype), eps)
-        ctx.save_for_backward(total, mean, rstd, gamma)
-        ctx.types = bias.dtype, gamma.dtype
-        return total, normed.to(total.dtype)
-
-    @staticmethod
-    def backward(ctx, passing, gradient):
-        total, mean, rstd, gamma = ctx.saved_tensors
-        ds, dnorm, dbias = norm_backward(gradient, passing, total, mean, rstd, gamma)
-        dgamma, dbeta = dnorm.unflatten(0, (2, -1)).unbind()
-        bias, norm = ctx.types
-        return ds, ds, dbias.to(bias), dgamma.to(norm), dbeta.to(norm), None
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, qkv, bias, heads):
-        ctx.save_for_backward(qkv)
-        ctx.heads, ctx.type = heads, bias.dtype
-        return attention(qkv, heads=heads)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        dqkv, dbias = attention_backward(*ctx.saved_tensors, gradient, ctx.heads)
-        return dqkv, dbias.to(ctx.type), None
-
-
-class _One(torch.autograd.Function):
-    """``bias``: that of the product which wrote ``others``."""
-
-    @staticmethod
-    def forward(ctx, query, others, bias, heads):
-        ctx.save_for_backward(query, others)
-        ctx.heads, ctx.type = heads, bias.dtype
-        return one(query, others, heads)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        dquery, dothers = one_backward(*ctx.saved_tensors, gradient, ctx.heads)
-        values = wide(gradient).flatten(0, 1).sum(0)
-        return dquery, dothers, torch.cat([torch.zeros_like(values), values]).to(ctx.type), None
-
-
-class _Mlp(torch.autograd.Function):
-    """x [..., K]; weights in the type of x, biases in any."""
-
-    @staticmethod
-    def forward(ctx, x, w1, b1, w2, b2):
-        a, slope = mlp.up(x.flatten(0, -2), w1, b1)
-        ctx.save_for_backward(x, a, slope, w1, w2)
-        ctx.types = b1.dtype, b2.dtype
-        return F.linear(a, w2, b2.to(a.dtype)).unflatten(0, x.shape[:-1])
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, a, slope, w1, w2 = ctx.saved_tensors
-        rows, (b1, b2) = gradient.flatten(0, -2), ctx.types
-        dh, db1 = mlp.down_backward(rows, w2, slope)
-        db2 = rows.sum(0, dtype=db1.dtype).to(b2) if ctx.needs_input_grad[4] else None
-        return (dh @ w1).view_as(x), dh.t() @ x.flatten(0, -2), db1.to(b1), rows.t() @ a, db2
-
-
-class GeluMlp(Mlp):
-    """timm's MLP, in whose place it is put."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(_Gelu.apply(self.fc1(x), self.fc1.bias))
-
-
-class FusedMlp(Mlp):
-    """timm's MLP, in whose place it is put; ``kind``: the type of its products."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        w1, w2 = self.fc1.weight.to(self.kind), self.fc2.weight.to(self.kind)
-        b2 = self.fc2.bias.detach() if isinstance(self.fc2, ForeignBias) else self.fc2.bias
-        return _Mlp.apply(x.to(self.kind), w1, self.fc1.bias, w2, b2)
-
-
-class BiasAttention(PackedAttention):
-    """Ours, in whose place it is put. (For the class token alone: as ours.)"""
-
-    def forward(self, x: Tensor, **how) -> Tensor:
-        if any(how.values()):
-            return super().forward(x, **how)
-        return self.proj(_Attention.apply(self.qkv(x), self.qkv.bias, self.num_heads))
-
-
-class OneAttention(PackedAttention):
-    """Ours, in whose place it is put where only the class token asks."""
-
-    def forward(self, x: Tensor, **how) -> Tensor:
-        sizes = self.attn_dim, 2 * self.attn_dim
-        (ask, answer), (ask_bias, answer_bias) = self.qkv.weight.split(sizes), self.qkv.bias.split(sizes)
-        query, others = F.linear(x[:, :1], ask, ask_bias), F.linear(x, answer, answer_bias.detach())
-        return self.proj(_One.apply(query, others, answer_bias, self.num_heads))
 
 
 class _BothViews(torch.autograd.Function):
@@ -206,46 +43,6 @@ class BothViews(BatchNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return _BothViews.apply(x, self.weight, self.bias)
-
-
-class Chain(nn.Sequential):
-    """Blocks one after the other, each sum of the stream and a branch made together with the norm that reads it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        blocks = list(self)
-        normed = blocks[0].norm1(x)
-        for block, following in zip(blocks, [*blocks[1:], None], strict=True):
-            x, normed = _add_norm(x, block.attn(normed), block.attn.proj, block.norm2)
-            branch = block.mlp(normed)
-            if following is not None:
-                x, normed = _add_norm(x, branch, block.mlp.fc2, following.norm1)
-        return x + branch
-
-
-def _add_norm(stream, branch, product, norm):
-    return _AddNorm.apply(stream, branch, product.bias, norm.weight, norm.bias, norm.eps)
-
-
-def sum_in_gelu(vit: VisionTransformer) -> None:
-    for block in vit.blocks.modules():
-        if isinstance(block, Mlp):
-            block.__class__, block.fc1.__class__ = GeluMlp, ForeignBias
-
-
-def sum_in_attention(vit: VisionTransformer) -> None:
-    for module in vit.blocks.modules():
-        if isinstance(module, PackedAttention):
-            module.__class__, module.qkv.__class__ = BiasAttention, ForeignBias
-
-
-def sum_in_norms(vit: VisionTransformer) -> None:
-    """In all blocks but the last one, which may be of another kind; before the others, who look for their modules."""
-    *blocks, last = vit.blocks
-    for block in blocks:
-        block.attn.proj.__class__ = ForeignBias
-    for block in blocks[:-1]:
-        block.mlp.fc2.__class__ = ForeignBias
-    vit.blocks = nn.Sequential(Chain(*blocks), last)
 
 
 E4M3 = torch.float8_e4m3fn
@@ -295,13 +92,6 @@ class Fp8Linear(nn.Linear):
         self.largest[self.place] = rows.abs().amax()
         out = fp8_product(a, b, *self.scales, self.bias.to(self.kind))
         return out.unflatten(0, x.shape[:-1])
-
-
-def put(vit: VisionTransformer, old: type, new: type, kind: torch.dtype) -> None:
-    """``new`` in the place of all modules ``old`` of the blocks."""
-    for module in vit.blocks.modules():
-        if isinstance(module, old):
-            module.__class__, module.kind = new, kind
 
 
 def fp8(vit: VisionTransformer, kind: torch.dtype) -> Callable[[], None]:

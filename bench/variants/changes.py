@@ -3,23 +3,19 @@
 Modules are changed in the networks that run (``training.query`` and ``training.key``, below what compiles them), and
 what a step calls is wrapped.
 
-``predicted``: milliseconds that a step of 512 images should lose, of ViT-S and ViT-B, by arithmetic from a profile: for
-sums of columns the kernels that would not be there, for GELU inside of products the time of GELU less what the products
-would take longer. Those of GELU, of its backward pass, norms' and attention's are an H200's
-(``results/NVIDIA-H200-*/step_vit_s.json``, of ViT-B twice that), the others an H100's (``step_variants.json``).
+``predicted``: milliseconds that a step of 512 images should lose, of ViT-S and ViT-B, by arithmetic from an H100's
+profile (``step_variants.json``).
 """
 
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from timm.layers import Mlp
 from torch import Tensor, nn
 
 from bench.products import NO_GPU, without_fp8
-from bench.variants import blocks, mlp
-from kernels.short_attention import suits
-from model import by_class_token, faster, key_mlp
+from bench.variants import blocks
+from model import faster, key_mlp
 from model.heads import BatchNorm
 from run.training import Training
 
@@ -64,17 +60,14 @@ def autotune(training: Training, queries: nn.Module, keys: nn.Module | None) -> 
     )
 
 
-def fused_mlp(training: Training, queries: nn.Module, _) -> None:
-    blocks.put(queries.encoder, Mlp, blocks.FusedMlp, kind(training))
+def both_views(training: Training, *networks: nn.Module | None) -> None:
+    for module in (module for network in filter(None, networks) for module in network.modules()):
+        if type(module) is BatchNorm:
+            module.__class__ = blocks.BothViews
 
 
 def compiled_loss(training: Training, *_) -> None:
     training.loss = compiled(training.loss)
-
-
-def class_attention(training: Training, *networks: nn.Module | None) -> None:
-    for network in filter(None, networks):
-        network.encoder.blocks[-1].attn.__class__ = blocks.OneAttention
 
 
 def key_gelu(training: Training, _, keys: nn.Module) -> None:
@@ -95,77 +88,35 @@ def anywhere(training: Training) -> str:
     return ""
 
 
-def with_blocks(training: Training) -> str:
-    return "" if len(training.network.encoder.blocks) > 1 else "there is one block, which is the last"
-
-
 def with_keys(training: Training) -> str:
     return "" if training.key_network is not None else "there is no momentum network"
 
 
+def in_the_step(training: Training) -> str:
+    return "it is part of the step" if faster.pays(training.device) and training.half else ""
+
+
 def with_exact_keys(training: Training) -> str:
-    there = faster.pays(training.device) and training.half
-    return with_keys(training) or ("it is part of the step" if there else "")
+    return with_keys(training) or in_the_step(training)
 
 
 def on_gpu(training: Training) -> str:
     return "" if training.on_gpu else NO_GPU
 
 
-def with_our_attention(training: Training) -> str:
-    vit = training.network.encoder
-    shape = 1, training.keep + vit.num_prefix_tokens, 3 * vit.embed_dim
-    ours = suits(torch.empty(shape, dtype=kind(training), device="meta"), vit.blocks[0].attn.num_heads)
-    return "" if ours or not training.on_gpu else "attention is torch's at this size"
-
-
-def with_class_token(training: Training) -> str:
-    if not by_class_token(training.network.encoder):
-        return "the last block is not for the class token alone"
-    return with_our_attention(training)
-
-
-def with_fused_mlp(training: Training) -> str:
-    return mlp.missing(training.device) if training.on_gpu else ""
+def with_torchs_products(training: Training) -> str:
+    return on_gpu(training) or ("products are cuBLASLt's" if in_the_step(training) else "")
 
 
 def with_fp8(training: Training) -> str:
     return with_keys(training) or (without_fp8(training.device) if training.on_gpu else "")
 
 
-def replacing(old: type, new: type) -> Callable:
-    """In both networks."""
-
-    def change(training: Training, *networks: nn.Module | None) -> None:
-        for module in (module for network in filter(None, networks) for module in network.modules()):
-            if type(module) is old:
-                module.__class__ = new
-
-    return change
-
-
-def sums(change: Callable) -> Callable:
-    return lambda training, queries, keys: change(queries.encoder)
-
-
 # In the order in which several are applied: those that wrap what a step calls come last.
 VARIANTS = (
-    Variant("autotune", "products by Inductor's max_autotune_gemm", (1.0, 2.0), autotune, on_gpu),
-    Variant("short-gelu", "GELU and its derivative in half the instructions", (0.9, 1.8),
-            replacing(nn.GELU, blocks.ShortGelu), anywhere),
-    Variant("norm-backward", "columns summed in the backward of norms", (0.8, 1.6), sums(blocks.sum_in_norms),
-            with_blocks),
-    Variant("gelu-backward", "short-gelu in queries, with columns summed in the backward", (1.1, 2.2),
-            sums(blocks.sum_in_gelu), anywhere, place="MLP of queries"),
-    Variant("attention-backward", "columns summed in the backward of attention", (0.3, 0.6),
-            sums(blocks.sum_in_attention), with_our_attention),
-    Variant("class-attention", "attention of the class token by kernels of its own", (0.16, 0.32), class_attention,
-            with_class_token),
-    Variant("both-views", "batch normalisation of both views at once", (0.1, 0.1),
-            replacing(BatchNorm, blocks.BothViews), anywhere),
+    Variant("autotune", "products by Inductor's max_autotune_gemm", (1.0, 2.0), autotune, with_torchs_products),
+    Variant("both-views", "batch normalisation of both views at once", (0.1, 0.1), both_views, anywhere),
     Variant("compiled-loss", "the loss compiled too", (0.08, 0.08), compiled_loss, on_gpu),
-    Variant("fused-mlp", "GELU and its derivative inside of products (queries)", (2.6, 5.0), fused_mlp,
-            with_fused_mlp, place="MLP of queries"),
     Variant("key-gelu", "GELU in cuBLASLt's epilogue (keys, tanh form)", (1.2, 2.7), key_gelu, with_exact_keys, 0.999,
             place="MLP of keys"),
     Variant("fp8-keys", "products in fp8 (keys)", (0.8, 3.7), fp8_keys, with_fp8, 0.9, place="MLP of keys"),

@@ -34,7 +34,7 @@ STAGES = {  # keys that the result of each part has to have, where it is run
         "machine": {"copy_bytes_per_second", "flop_per_second"}, "gpu_tests": TESTS, "step_vit_s": STEP,
         "kernels": {"copy_bytes_per_second", "rows"}, "passes": {"copy_bytes_per_second", "rows"},
     },
-    2: {"variant_tests": TESTS},
+    2: {},  # the variants alone
     3: {
         "data_tests": TESTS, "train": {"pairs_per_second", "data_wait", "metrics"}, "waits": {"runs"},
     },
@@ -114,6 +114,8 @@ def check_stage(stage, ended, folder):
         for row in result.get("parity", ()):  # of the input path: every operation within its stated limit
             assert row["limit of the mean"] is None or row["mean"] <= row["limit of the mean"], row
     results = read(folder)
+    if not wanted:
+        return
     assert not tables.findings(results)  # a smoke run says nothing of speed, but has all that would be said
     for result in results:
         result.data["scale"] = "full"
@@ -265,7 +267,7 @@ def test_compiled_kernels(monkeypatch):
     monkeypatch.setattr(compile, "CAPABILITIES", (90, 100, 120))
     rows = list(compile.compiled_rows())
     targets = {row["target"] for row in rows}
-    assert len(rows) == 36 and targets == {"sm_90", "sm_100", "sm_120", "gfx942"}
+    assert len(rows) == 52 and targets == {"sm_90", "sm_100", "sm_120", "gfx942"}
     for row in rows:
         assert row["spilled_bytes"] == row["spill_instructions"] == 0, row
         if row["kernel"] == "gather_patches":  # 8 bytes a load (but for indices), 16 bytes a store, nothing shared
@@ -274,8 +276,9 @@ def test_compiled_kernels(monkeypatch):
         if row["kernel"] == "update":  # of six tensors the block is read, and written of five and of the copies
             assert max(row["load_bits"]) == max(row["store_bits"]) == 128, row
             assert row["load_bits"][128] >= 6 and row["store_bits"][128] >= 5, row
-        if "attention" in row["kernel"]:
-            assert row["matrix"] and max(row["load_bits"]) == 128 and max(row["store_bits"]) >= 64, row
+        if row["kernel"] in ("attention", "attention_backward", "class_attention_backward", "norm_backward"):
+            assert max(row["load_bits"]) == 128 and max(row["store_bits"]) >= 64, row
+            assert bool(row["matrix"]) == row["kernel"].startswith("attention"), row
 
 
 def test_alternatives_sample_by_the_same_law():
