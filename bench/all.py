@@ -80,11 +80,8 @@ DATA_TESTS = "pipeline/test_loader.py pipeline/test_sources.py test_train.py"
 PROGRAM_TESTS = "test_survival.py test_finetune.py test_detect.py run/test_progress.py"
 TRAIN = "train --recipe imagenet-vit-s --batch-size 512 --steps 200"
 STEP_S, STEP_B = (f"step --recipe imagenet-vit-{size} --batch-size" for size in "sb")
-# Variants: first those that should save the most milliseconds for the seconds that they compile.
-SOON = "both-views compiled-loss"
-LATER = "fp8-keys"
 STAGES = {
-    1: (  # neither DALI nor tyro, nor in 2, 4 and 5
+    1: (  # neither DALI nor tyro, nor in 2 and 4
         Part("machine", "machine", 40),
         Part("gpu_tests", f"gpu_tests --workers 8 --files {GPU_TESTS}", 130),
         Part("step_vit_s", f"{STEP_S} 512 --modes graph --trace TRACE", 150, where="gpu"),
@@ -93,12 +90,13 @@ STAGES = {
     ),
     2: (
         # Behind no tests: each is compared with the step before it is timed, and says what came of it.
-        Part("variants", f"{STEP_S} 512 --turns 5 --variants {SOON}", 210),
+        Part("variants", f"{STEP_S} 512 --turns 5 --variants both-views compiled-loss", 220),
+        Part("step_vit_s_compiled", f"{STEP_S} 512 --modes compiled", 60, where="gpu"),
     ),
     3: (
         Part("data_tests", f"gpu_tests --files {DATA_TESTS}", 120),
         Part("train", TRAIN, 150, images=True, behind="data_tests"),
-        Part("waits", "waits", 130, images=True, behind="data_tests"),
+        Part("pipeline", "pipeline", 90, images=True),
     ),
     4: (
         Part("products", "products", 100),
@@ -107,14 +105,13 @@ STAGES = {
         Part("collectives", "collectives", 90),
     ),
     5: (
-        Part("variants_later", f"{STEP_S} 512 --turns 5 --variants {LATER}", 220),
-        Part("step_vit_s_compiled", f"{STEP_S} 512 --modes compiled", 60, where="gpu"),
-    ),
-    6: (
         Part("program_tests", f"gpu_tests --workers 3 --files {PROGRAM_TESTS}", 150),
         Part("step_vit_b", f"{STEP_B} 512 --modes graph", 120, where="gpu"),
         Part("kinds", "kinds", 75),
-        Part("pipeline", "pipeline", 90, images=True),
+    ),
+    6: (
+        Part("waits", "waits", 150, images=True),
+        Part("variants_later", f"{STEP_S} 512 --turns 5 --variants fp8-keys", 180),
     ),
 }
 

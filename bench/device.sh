@@ -5,23 +5,20 @@
 #   bench/device.sh STAGE --smoke                                the same in small, on the CPU
 #
 # Seconds are what is expected on an H100 or H200 with 16 cores, compiling included. Those of stage 1 but for passes,
-# of data_tests, train, step_vit_b and pipeline an H200 has measured; four variants and those together took it 133. A
-# network compiles in 45 s, in 15 where runs/compiled has it from a stage before, and a process takes 8 s until it
-# begins.
+# of stage 3, of step_vit_b and waits an H200 has measured; eight variants took it 340. A network compiles in 45 s, in
+# 15 where runs/compiled has it from a stage before, and a process takes 8 s until it begins.
 #
-#   1  machine 12: clocks, ceilings; gpu_tests 80: the step and its kernels against the reference, in 8 processes;
+#   1  machine 12: clocks, ceilings; gpu_tests 85: the step and its kernels against the reference, in 8 processes;
 #      step_vit_s 65: batch 512 as a CUDA graph, with a trace; kernels 37; passes 35: what lies between
-#      the products                                                                                         229 s
-#   2  variants 100: what should save the most of a step, alone and together                                100 s
-#   3  data_tests 93: the decoder's memory, loader, train.py; train 54: train.py end to end; waits 90: what it
-#      waits for, in several ways and with a trace                                                          237 s
+#      the products                                                                                         234 s
+#   2  variants 160: what should save more of a step, alone and together; step_vit_s_compiled 35            195 s
+#   3  data_tests 93: the decoder's memory, loader, train.py; train 54: train.py end to end; pipeline 45    192 s
 #   4  products 60; sanitizer 90; counters 45; collectives 45                                                240 s
-#   5  variants_later 80: the other variants; step_vit_s_compiled 35                                        115 s
-#   6  program_tests 60: resuming, fine-tuning, detection; step_vit_b 80; kinds 50: kinds of JPEG; pipeline 45
-#                                                                                                          235 s
+#   5  program_tests 60: resuming, fine-tuning, detection; step_vit_b 80; kinds 50: kinds of JPEG           190 s
+#   6  waits 105: what train.py waits for, in several ways and with a trace; variants_later 125             230 s
 #
-# 3 and 6 need DALI and tyro (program_tests pycocotools too), the others torch, triton, timm, rich and pytest. IMAGES is
-# a folder of images for the input path (default: generated ones; batches of 512), PYTHON the interpreter (default:
+# 3, 5 and 6 need DALI and tyro (program_tests pycocotools too), the others torch, triton, timm, rich and pytest. IMAGES
+# is a folder of images for the input path (default: generated ones; batches of 512), PYTHON the interpreter (default:
 # python3). Exit code 0: all of it has run, and passed. What the limit cut off is "out of time"; --parts takes it up,
 # and stands behind no tests but those that it names.
 set -euo pipefail

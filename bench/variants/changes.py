@@ -49,17 +49,6 @@ def apply(names: list[str], training: Training) -> None:
         BY_NAME[name].apply(training, *networks)
 
 
-def compiled(network: Callable, **options) -> Callable:
-    """As ``Training`` compiles it, with options of Inductor."""
-    return torch.compile(network, dynamic=False, fullgraph=True, options=options)
-
-
-def autotune(training: Training, queries: nn.Module, keys: nn.Module | None) -> None:
-    training.query, training.key = (
-        network and compiled(network, max_autotune_gemm=True) for network in (queries, keys)
-    )
-
-
 def both_views(training: Training, *networks: nn.Module | None) -> None:
     for module in (module for network in filter(None, networks) for module in network.modules()):
         if type(module) is BatchNorm:
@@ -67,7 +56,7 @@ def both_views(training: Training, *networks: nn.Module | None) -> None:
 
 
 def compiled_loss(training: Training, *_) -> None:
-    training.loss = compiled(training.loss)
+    training.loss = torch.compile(training.loss, dynamic=False, fullgraph=True)
 
 
 def key_gelu(training: Training, _, keys: nn.Module) -> None:
@@ -104,24 +93,18 @@ def on_gpu(training: Training) -> str:
     return "" if training.on_gpu else NO_GPU
 
 
-def with_torchs_products(training: Training) -> str:
-    return on_gpu(training) or ("products are cuBLASLt's" if in_the_step(training) else "")
-
-
 def with_fp8(training: Training) -> str:
     return with_keys(training) or (without_fp8(training.device) if training.on_gpu else "")
 
 
 # In the order in which several are applied: those that wrap what a step calls come last.
 VARIANTS = (
-    Variant("autotune", "products by Inductor's max_autotune_gemm", (1.0, 2.0), autotune, with_torchs_products),
     Variant("both-views", "batch normalisation of both views at once", (0.1, 0.1), both_views, anywhere),
     Variant("compiled-loss", "the loss compiled too", (0.08, 0.08), compiled_loss, on_gpu),
     Variant("key-gelu", "GELU in cuBLASLt's epilogue (keys, tanh form)", (1.2, 2.7), key_gelu, with_exact_keys, 0.999,
             place="MLP of keys"),
     Variant("fp8-keys", "products in fp8 (keys)", (0.8, 3.7), fp8_keys, with_fp8, 0.9, place="MLP of keys"),
 )  # fmt: skip
-SLOW = {"autotune"}  # minutes of trials: measured last, and not among those together
 BY_NAME = {variant.name: variant for variant in VARIANTS}
 
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from bench import environment
 from bench.findings import bar, failure, finding, number, plot, without_figures
 from bench.step import Synthetic, time_in_turns, wait
-from bench.variants.changes import BY_NAME, SLOW, apply, compatible
+from bench.variants.changes import BY_NAME, apply, compatible
 from run.recipes import Config
 
 SMALL = {"model": "vit_tiny_patch16_224", "image_size": 64, "depth": 3, "head_hidden": 64, "groups": 2, "batch_size": 8}
@@ -131,8 +131,8 @@ def measure(
     config: Config, device: torch.device, names: list[str], turns: int, rows: list, save: Callable[[], None]
 ) -> None:
     """Adds to ``rows`` one for each variant and for those together, unless it has it; ``save`` is called after each."""
-    order = [*sorted(set(names) - SLOW, key=lambda name: (-BY_NAME[name].predicted[0], name)), "together"]
-    order = [name for name in (*order, *SLOW.intersection(names)) if name not in {row["name"] for row in rows}]
+    order = [*sorted(set(names), key=lambda name: (-BY_NAME[name].predicted[0], name)), "together"]
+    order = [name for name in order if name not in {row["name"] for row in rows}]
     if not order:
         return
     mode = "graph" if device.type == "cuda" else "eager"
