@@ -91,7 +91,7 @@ def matched(a: Path, b: Path) -> dict[str, tuple[dict, dict]]:
 def load(path: Path) -> dict:
     try:
         data = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # also where it is no text
         raise ValueError(f"{path} is no JSON ({error}); expected a result of python -m bench") from None
     if not isinstance(data, dict) or "subject" not in data or "machine" not in data:
         raise ValueError(f'{path} has no "subject" and "machine"; expected a result of python -m bench')

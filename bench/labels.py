@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from bench import environment
+from bench.compare import load
 from bench.findings import finding, plot
 from pipeline import Index
 from run import command
@@ -156,7 +157,11 @@ def main(arguments: list[str]) -> int:
             rows = probes(options.runs, network, about["mean"], about["std"])
             (options.runs / f"{name}.json").write_text(json.dumps(rows))
         return 0
-    rows = json.loads(options.runs.read_text())["rows"] if options.runs.is_file() else table(options.runs)
+    with opening("bench"):
+        result = load(options.runs) if options.runs.is_file() else {"subject": "labels", "rows": table(options.runs)}
+        if result["subject"] != "labels":
+            raise ValueError(f"{options.runs} is a result of {result['subject']}; expected one of labels, or a folder")
+    rows = result["rows"]
     if not rows:
         print(f"bench labels: no complete run in {options.runs}", file=sys.stderr)
         return 2

@@ -53,7 +53,7 @@ def read(folder: Path) -> list[Result]:
     for path in sorted(folder.glob("**/*.json")):
         try:
             data = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
+        except ValueError as error:  # also where it is no text
             raise ValueError(f"{path} is no JSON ({error}); expected a result of python -m bench") from None
         for key, kind in KEYS.items():
             if not (isinstance(data, dict) and isinstance(data.get(key), kind)):

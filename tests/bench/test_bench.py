@@ -222,9 +222,11 @@ def test_images_that_are_none_are_said_in_a_line(tmp_path, capsys):
         assert ended.value.code == 2 and said.err.startswith(f"bench: no folder {wrong}: expected a folder of images")
         assert said.err.count("\n") == 1 and not said.out
     assert learning.main([wrong]) == 2, "nor are there runs"
-    for words in (["--draw", "1"], ["--probe", wrong]):
+    other = tmp_path / "gone.json"
+    other.write_text('{"subject": "train", "machine": {}}')
+    for words in ([wrong, "--draw", "1"], [wrong, "--probe", wrong], [str(other)]):
         with pytest.raises(SystemExit):
-            labels.main([wrong, *words])
+            labels.main(words)
         said = capsys.readouterr().err
         assert said.startswith("bench: ") and wrong in said and said.count("\n") == 1
 
