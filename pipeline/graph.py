@@ -311,7 +311,7 @@ def read(path, offset=0, length=-1):
     read."""
     if path.startswith(objects.SCHEME):
         return objects.get(path, offset, length)
-    with open(path, "rb") as file:  # not numpy, for which a file ends where reading it fails
+    with open(path, "rb", opener=headers.opened) as file:  # not numpy, for which a file ends where reading it fails
         file.seek(offset)
         return np.frombuffer(file.read(length), np.uint8)
 

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import signal
+import stat
 import struct
 import sys
 import tarfile
@@ -94,13 +95,23 @@ def _read_file(path):
     if path.lower().endswith(".tar"):
         return _read_shard(path)
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = opened(path)
     except OSError as error:
         return error.strerror or "not readable"
     try:
         return header(descriptor, 0, os.fstat(descriptor).st_size)
     finally:
         os.close(descriptor)
+
+
+def opened(path, _=None):
+    """A descriptor of a regular file, as an ``opener`` of Python's; OSError where it cannot be opened or is something
+    else: a pipe would keep whoever opens it waiting."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", path)
+    return descriptor
 
 
 def _read_object(uri):

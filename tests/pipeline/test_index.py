@@ -441,8 +441,12 @@ def test_sides_and_pixels_have_limits():
 
 def test_what_cannot_be_opened_is_named(tmp_path):
     gone = "No such file or directory"
-    rows = headers.read_headers(tmp_path, ["gone.jpg", "gone.TAR"])
+    os.mkfifo(tmp_path / "pipe.jpg")
+    held = os.open(tmp_path / "pipe.jpg", os.O_RDWR)  # or a test that fails would wait
+    rows = headers.read_headers(tmp_path, ["gone.jpg", "gone.TAR", "pipe.jpg"])
+    os.close(held)
     assert rows[0] == gone and [row[:3] for row in rows[1]] == [[None, None, gone]]
+    assert rows[2] == "not a regular file"
 
 
 def test_errors_are_one_clear_line(tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from pipeline import pictures
+from pipeline.headers import opened
 from pipeline.scan import read_headers
 
 # In the name of a file: what no file is called, and what is read as something else than an image.
@@ -114,7 +115,8 @@ class CocoData:
         """The upright image, uint8 [3,H,W]; ValueError or OSError where it cannot be read or has another size."""
         _, name, height, width = self.images[position]
         try:
-            data = (self.root / name).read_bytes()
+            with open(self.root / name, "rb", opener=opened) as file:
+                data = file.read()
         except OSError as error:
             raise OSError(error.strerror or str(error)) from None
         image = pictures.read(data)
