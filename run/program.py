@@ -22,7 +22,7 @@ from .ranks import Ranks
 from .signals import SIGNALS, STOPPED
 
 DISK = errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG
-GOES_ON = "the same command goes on from the last checkpoint, if there is one"
+GOES_ON = "the same command goes on from the last checkpoint, or begins anew if there is none"
 
 
 @contextmanager
