@@ -9,7 +9,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import distributed
@@ -19,7 +19,7 @@ from pipeline import TooManyBadFiles, memory
 from . import quiet
 from .progress import TooManySkipped
 from .ranks import Ranks
-from .signals import SIGNALS, STOPPED
+from .signals import SIGNALS, STOPPED, interrupted
 
 DISK = errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG
 GOES_ON = "the same command goes on from the last checkpoint, or begins anew if there is none"
@@ -68,8 +68,8 @@ def run(
 ) -> None:
     """Calls ``main`` with the command line; what ends a run is said in one line, how it ``goes_on`` and what has to be
     ``smaller`` where memory is not enough, with an exit code other than 0."""
-    for number in (*SIGNALS, signal.SIGALRM):  # SIGTERM as Ctrl-C, where no step is to be finished
-        signal.signal(number, signal.default_int_handler)
+    for number in (*SIGNALS, signal.SIGALRM):
+        signal.signal(number, interrupted)
     told, sys.unraisablehook = sys.unraisablehook, _lost
     atexit.register(gc.freeze)  # at its end Python would look through all modules for what to free: 1.8 s, now 0.2
     try:
@@ -98,7 +98,8 @@ def run(
         said = str(error).splitlines()[0].split("] ", 1)[-1]
         sys.exit(f"{program}: most likely another rank has ended ({said:.80}); {goes_on}")
     except KeyboardInterrupt:
-        print(f"{program}: interrupted; {goes_on}", file=sys.stderr)
+        with suppress(OSError):  # the terminal may be gone
+            print(f"{program}: interrupted; {goes_on}", file=sys.stderr)
         sys.exit(STOPPED)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -3,6 +3,7 @@
 import os
 import signal
 import stat
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,10 +26,18 @@ _END = bytes(1)  # no signal has this number
 def _leave_terminal() -> None:
     """What is said from here on goes nowhere where it went to the terminal, which is gone: it would be an error."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    for output in (1, 2):
+    own = sys.stderr.fileno() if sys.stderr else 2  # a copy, see ``quiet``
+    for output in (1, 2, own):
         if stat.S_ISCHR(os.fstat(output).st_mode):
             os.dup2(nowhere, output)
     os.close(nowhere)
+
+
+def interrupted(number: int, frame) -> None:
+    """A handler: as Ctrl-C, where no step is to be finished."""
+    if number == signal.SIGHUP:
+        _leave_terminal()
+    signal.default_int_handler(number, frame)
 
 
 class StopRequest:
