@@ -224,19 +224,24 @@ def product(what: str, rows: int, inputs: int, outputs: int, like: Tensor) -> Pr
     return _product(what, rows, inputs, outputs, like.dtype, like.device)
 
 
-@torch.library.custom_op("aps::linear", mutates_args=(), device_types="cpu")
+# The compiler is free in how operands lie (``_call`` puts them in order): else it writes those that it computes anew
+# for each product that reads them, and the gradient of GELU once more in float32 for the bias.
+HOW = {"mutates_args": (), "device_types": "cpu", "tags": (torch.Tag.flexible_layout,)}
+
+
+@torch.library.custom_op("aps::linear", **HOW)
 def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """x W^T + b: [r,o]."""
     return OWN["forward"](x, weight, bias)
 
 
-@torch.library.custom_op("aps::linear_input", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("aps::linear_input", **HOW)
 def linear_input(gradient: Tensor, weight: Tensor) -> Tensor:
     """dy W: [r,i]."""
     return OWN["input"](gradient, weight)
 
 
-@torch.library.custom_op("aps::linear_weight", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("aps::linear_weight", **HOW)
 def linear_weight(gradient: Tensor, x: Tensor) -> Tensor:
     """dy^T x: [o,i]."""
     return OWN["weight"](gradient, x)

@@ -18,8 +18,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, gradient):
         x, weight = ctx.saved_tensors
         rows = gradient.flatten(0, -2)
-        dbias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        return linear_input(rows, weight).view_as(x), linear_weight(rows, x.flatten(0, -2)), dbias
+        dx, dweight = linear_input(rows, weight).view_as(x), linear_weight(rows, x.flatten(0, -2))
+        return dx, dweight, rows.sum(0) if ctx.needs_input_grad[2] else None  # last, of what the products have read
 
 
 class FastLinear(nn.Linear):
