@@ -161,7 +161,7 @@ def test_a_file_system_that_fails_is_waited_for(local, clock, capfd, monkeypatch
     """Its files cannot be opened: moved away, for DALI, and with the true error, for the probe."""
     away = local.root.with_name("away")
 
-    def fails(path, *_):
+    def fails(path, *_, **__):
         raise OSError(number, os.strerror(number), path)
 
     def begin():
@@ -195,10 +195,10 @@ def test_what_fails_alone_is_bad_in_the_end(local, clock, monkeypatch):
     """No permission for one file, while others can be read: it is the file."""
     os.remove(local.file(1))
 
-    def fails(path, *arguments, opened=open):
+    def fails(path, *arguments, opened=open, **more):
         if path == local.file(1):
             raise PermissionError(errno.EACCES, "Permission denied")
-        return opened(path, *arguments)
+        return opened(path, *arguments, **more)
 
     monkeypatch.setattr(graph, "open", fails, raising=False)
     assert epoch(local)[1] == {1: "Permission denied", GONE: "No such file or directory"}
