@@ -11,9 +11,11 @@ where "columns" means their sums over all rows, and ``bias`` is that of the prod
 costs no second look at ds.
 
 Forward is plain torch, of which the compiler makes one pass. Backward moves 8 bytes a number in half precision. Its
-kernel: ``PROGRAMS`` programs go through the rows, each adds its own up in float32, and those sums, [programs,3*D], are
+kernel: some hundred programs go through the rows, each adds its own up in float32, and those sums, [programs,3*D], are
 added in a second pass, in an order that does not change (no atomics: equal from run to run, and on every card).
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,21 +24,35 @@ import triton.language as tl
 from kernels import reference
 from kernels.checks import INTERPRET, check_tensor
 
-PROGRAMS = 528  # four for each of the 132 multiprocessors of an H100 or H200; the same on others, for the same sums
-ELEMENTS, WARPS = 2048, 4  # of a program's step; see bench/LOG.md, norm-backward
+
+class Tile(NamedTuple):
+    """How rows are shared out: numbers that a program takes at a time, its warps, the steps of its loop that load at
+    once, and how many programs there are: so many on every card, for the same sums."""
+
+    elements: int = 2048
+    warps: int = 4
+    stages: int = 1
+    programs: int = 528  # four for each of the 132 multiprocessors of an H100 or H200
+
+    def __str__(self) -> str:
+        return f"{self.elements} on {self.warps} warps, {self.stages} stages, {self.programs} programs"
+
+
+# The first is what an H200 has measured in a step, at half of its copy rate; `bench passes` tries the others.
+TILES = Tile(), Tile(stages=2), Tile(1024), Tile(1024, programs=924), Tile(1024, 4, 3, 924), Tile(512, 2, 3, 1848)
 SUM = {"R": 128, "C": 32, "num_warps": 4}  # of the second pass
 
 
 @triton.jit
 def _norm_backward_kernel(
     gradient, passing, x, mean, rstd, gamma, out, partial, rows, each,
-    D: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    D: tl.constexpr, R: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     c, chunk = tl.arange(0, C), tl.program_id(0)
     inside = c < D
     weight = tl.load(gamma + c, mask=inside, other=0.0).to(tl.float32)[None, :]
     dgamma, dbeta, dbias = tl.zeros([R, C], tl.float32), tl.zeros([R, C], tl.float32), tl.zeros([R, C], tl.float32)
-    for start in range(chunk * each, chunk * each + each, R):
+    for start in tl.range(chunk * each, chunk * each + each, R, num_stages=STAGES):
         r = start + tl.arange(0, R)
         known = (r < rows)[:, None] & inside[None, :]
         at = r.to(tl.int64)[:, None] * D + c[None, :]
@@ -73,17 +89,18 @@ def _sum_kernel(partial, norm, bias, programs, D, R: tl.constexpr, C: tl.constex
     tl.store(bias + c, found.to(bias.dtype.element_ty), mask=(c >= 0) & (c < D))
 
 
-def tile(width):
+def tile(width, of=TILES[0]):
     """Sizes of one program, which sees whole rows."""
     padded = triton.next_power_of_2(width)
-    return {"D": width, "R": max(1, ELEMENTS // padded), "C": padded, "num_warps": WARPS}
+    rows = max(1, of.elements // padded)
+    return {"D": width, "R": rows, "C": padded, "STAGES": of.stages, "num_warps": of.warps}
 
 
-def _launch(gradient, passing, x, mean, rstd, gamma):
+def _launch(gradient, passing, x, mean, rstd, gamma, of=TILES[0]):
     tensors = [tensor.contiguous() for tensor in (gradient, passing, x, mean, rstd, gamma)]
-    width, sizes = x.shape[-1], tile(x.shape[-1])
+    width, sizes = x.shape[-1], tile(x.shape[-1], of)
     rows = x.numel() // width
-    each = triton.cdiv(rows, PROGRAMS * sizes["R"]) * sizes["R"]
+    each = triton.cdiv(rows, of.programs * sizes["R"]) * sizes["R"]
     programs = triton.cdiv(rows, max(1, each))
     out = torch.empty(*x.shape, dtype=x.dtype, device=x.device)
     partial = torch.empty(programs, 3 * width, dtype=torch.float32, device=x.device)
@@ -106,7 +123,7 @@ def _op(
     return (_launch if INTERPRET else reference.norm_backward)(gradient, passing, x, mean, rstd, gamma)
 
 
-_op.register_kernel("cuda")(_launch)
+_op.register_kernel("cuda")(lambda *tensors: _launch(*tensors))
 
 
 @_op.register_fake

@@ -44,12 +44,6 @@ def call(module, what, args, kwargs):
     return (what if callable(what) else resolve_name(f"{module.__name__}.{what}"))(*args, **kwargs)
 
 
-def with_constant(module, name, value, function, *args):
-    """``function(*args)`` with a constant of a module set to something else, for good."""
-    setattr(sys.modules[module], name, value)
-    return function(*args)
-
-
 @functools.cache
 def server():
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

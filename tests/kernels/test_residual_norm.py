@@ -9,7 +9,8 @@ import kernels
 from bench.compile import _nvidia
 from kernels import reference, residual_norm
 from kernels.compiled import compile_for
-from tests.kernels.interpreter import interpret, with_constant
+from kernels.residual_norm import TILES, Tile
+from tests.kernels.interpreter import interpret
 
 RANDOM = torch.Generator().manual_seed(0)
 SIZES = (37, 40), (3, 96), (7, 200)  # rows, width
@@ -59,9 +60,8 @@ def backward_arguments(rows, width):
 
 def test_interpreted_kernels_equal_reference_in_float64(tmp_path):
     """With two programs, so that each has several rounds to make; and with more than there are rows."""
-    given = [backward_arguments(*size) for size in SIZES]
-    name, launch = residual_norm.__name__, residual_norm._launch
-    calls = [(with_constant, (name, "PROGRAMS", number, launch, *args), {}) for args in given for number in (2, 528)]
+    given, tiles = [backward_arguments(*size) for size in SIZES], (Tile(programs=2), Tile(1024, 2, 3))
+    calls = [(residual_norm._launch, (*args, of), {}) for args in given for of in tiles]
     wanted = [reference.norm_backward(*map(torch.Tensor.double, args)) for args in given for _ in range(2)]
     for got, want in zip(interpret(calls, tmp_path), wanted, strict=True):
         for mine, exact in zip(got, want, strict=True):
@@ -98,3 +98,12 @@ def test_half_precision_is_as_close_as_torch(size):
         distance, allowed = ((x.double() - want).norm() / want.norm() for x in (one, other))
         assert distance <= 1.5 * allowed + 2**-10, (place, distance, allowed)
         assert torch.equal(one, twice), place
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("of", TILES, ids=str)
+def test_tiles_on_a_gpu(of):
+    args = backward_arguments(3703, 384)
+    wanted = reference.norm_backward(*map(torch.Tensor.double, args))
+    for mine, exact in zip(residual_norm._launch(*(x.cuda() for x in args), of), wanted, strict=True):
+        torch.testing.assert_close(mine.double().cpu(), exact, rtol=1e-4, atol=1e-4)
