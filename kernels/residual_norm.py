@@ -123,7 +123,7 @@ def _op(
     return (_launch if INTERPRET else reference.norm_backward)(gradient, passing, x, mean, rstd, gamma)
 
 
-_op.register_kernel("cuda")(lambda *tensors: _launch(*tensors))
+_op.register_kernel("cuda")(_launch)
 
 
 @_op.register_fake

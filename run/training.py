@@ -103,6 +103,7 @@ class Training:
         self.flop_per_pair = flop_per_pair(self.network, self.keep, momentum=self.key_network is not None)
         compiled = self.on_gpu if compiled is None else compiled
         sharded = config.fsdp and ranks > 1
+        self.faster = self.half and not sharded and faster.pays(device)  # whether a step has these forms
         if sharded:
             self.form = copy.deepcopy(encoder).to("meta")  # an encoder of which all ranks have all
             mesh = init_device_mesh(device.type, (ranks,))  # the default is of GPUs wherever there are any
@@ -119,7 +120,7 @@ class Training:
         if self.half and not sharded:  # so that autocast casts no weight; FSDP casts by itself
             self.query = self.flat.working(self.network)
             self.key = self.key_network and self.key_flat.working(self.key_network)
-            if faster.pays(device):
+            if self.faster:
                 faster.put_in(self.query, self.key)
         self.optimizer = Optimizer(
             self.flat, self.key_flat, betas=config.betas, weight_decay=config.weight_decay,
@@ -135,8 +136,8 @@ class Training:
                     network.heads = torch.compile(network.heads, **how)
         self.shares = 1 if sharded else ranks  # that the gradient is the sum of; FSDP adds up by itself
         # Keys beside the queries, each network's kernels in the gaps of the other's; measured on one rank.
-        alone = self.on_gpu and ranks == 1 and self.key is not None
-        self.beside = torch.cuda.Stream(device) if alone and self.half and faster.pays(device) else None
+        beside = self.faster and self.on_gpu and ranks == 1 and self.key is not None
+        self.beside = torch.cuda.Stream(device) if beside else None
         self.queued: collections.deque[torch.cuda.Event] = collections.deque()
         self.recorded = self.given = None
         if config.cuda_graph and self.on_gpu and not sharded:
@@ -178,7 +179,7 @@ class Training:
         if self.on_gpu:
             self.queued.append(event := torch.cuda.Event(blocking=True))
             event.record()
-            if len(self.queued) > AHEAD:
+            while len(self.queued) > AHEAD:
                 self.queued.popleft().synchronize()
         return results
 

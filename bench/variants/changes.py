@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bench.products import NO_GPU, without_fp8
 from bench.variants import blocks
-from model import faster, key_mlp
+from model import key_mlp
 from model.heads import BatchNorm
 from run.training import Training
 
@@ -81,12 +81,8 @@ def with_keys(training: Training) -> str:
     return "" if training.key_network is not None else "there is no momentum network"
 
 
-def in_the_step(training: Training) -> str:
-    return "it is part of the step" if faster.pays(training.device) and training.half else ""
-
-
 def with_exact_keys(training: Training) -> str:
-    return with_keys(training) or in_the_step(training)
+    return with_keys(training) or ("it is part of the step" if training.faster else "")
 
 
 def on_gpu(training: Training) -> str:
