@@ -1,13 +1,18 @@
 """What every result carries: the machine, the versions and the commit; and how a result becomes a file."""
 
 import argparse
+import contextlib
 import functools
 import importlib.metadata
 import json
 import os
 import platform
 import re
+import shutil
+import statistics
 import subprocess
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -16,6 +21,8 @@ from run.checkpoint import write_atomically
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "triton", "timm", "numpy", "nvidia-dali-cuda130", "tyro")
+WATCHED = "clocks.sm,power.draw.instant,enforced.power.limit,clocks_event_reasons.active"
+AT_ITS_LIMIT = 0x4  # of the last of these: the limit of its power holds the clock down
 
 
 def parser(subject: str, description: str) -> argparse.ArgumentParser:
@@ -60,6 +67,39 @@ def _card(what: str) -> str | None:
     """Of the first card, which is the one that torch sees unless CUDA_VISIBLE_DEVICES says otherwise."""
     lines = _output("nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits")
     return lines and lines.splitlines()[0]
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[dict]:
+    """What the first card says of itself every tenth of a second, in the mapping given, once all is over: ``of_card``.
+    Nothing on a CPU."""
+    found = {}
+    if not torch.cuda.is_available() or shutil.which("nvidia-smi") is None:
+        yield found
+        return
+    how = "--id=0", f"--query-gpu={WATCHED}", "--format=csv,noheader,nounits", "--loop-ms=100"
+    with tempfile.TemporaryFile("w+") as lines:
+        with subprocess.Popen(["stdbuf", "-oL", "nvidia-smi", *how], stdout=lines) as process:
+            try:
+                yield found
+            finally:
+                process.kill()
+        lines.seek(0)
+        found |= of_card(lines.read())
+
+
+def of_card(lines: str) -> dict:
+    """Medians of the clock (MHz) and the power (W), the limit of the power, and the share of the time that it has held
+    the clock down. {} where a driver does not know all of it."""
+    row = re.compile(r"(\d+), ([\d.]+), ([\d.]+), 0x([0-9a-f]+)$", re.M | re.I)
+    if not (rows := row.findall(lines)):
+        return {}
+    clock, watts, limit, reasons = zip(*rows, strict=True)
+    held = [bool(int(reason, 16) & AT_ITS_LIMIT) for reason in reasons]
+    return {
+        "clock_mhz": statistics.median(map(int, clock)), "watts": statistics.median(map(float, watts)),
+        "watts_limit": float(limit[0]), "held_down": sum(held) / len(held),
+    }  # fmt: skip
 
 
 def _version(package: str) -> str | None:

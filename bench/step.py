@@ -10,7 +10,8 @@ A pair is one optimizer sample: both views of one image. Modes, measured in turn
 
 A turn is a few loaded batches, each ``groups`` steps, sampling included; loading and logging are not in it. A mode's
 advantage over ``plain`` is the quotient of their times within a turn, so that what slows the machine down slows both.
-Processor time is that of all threads; where other jobs hold the cores, it says more than the clock.
+Processor time is that of all threads; where other jobs hold the cores, it says more than the clock. ``card``: clock and
+power of a GPU meanwhile, of all modes.
 
 MFU is the work of ``bench/roofline.py`` (matrix products, forward, backward and keys) per second over the best product
 measured in the same process in the type of the mode; the roofline, described there, also counts traffic. ``kept`` are
@@ -216,6 +217,11 @@ def conclusions(d: dict) -> dict:
             more.append("which could not be recorded")
         if of["peak_memory_bytes"]:
             more.append(f"{number(of['peak_memory_bytes'] / 2**30)} GiB of memory at most")
+        if card := d.get("card"):
+            held = f", held down by that {percent(card['held_down'])} of the time"
+            more.append(
+                f"{number(card['clock_mhz'])} MHz, {number(card['watts'])} of {number(card['watts_limit'])} W{held}"
+            )
         what = f"optimizer step, {recipe}, batch {d['batch_size']}, synthetic crops, {mode} ({of['precision']})"
         best = "graph" if of["peak_memory_bytes"] else "eager"  # on a GPU, on a CPU
         headline = f"step, {recipe}" if mode == best and recipe.startswith("imagenet") else ""
@@ -262,8 +268,11 @@ def main(arguments: list[str]) -> int:
     modes = {}
     for mode in names:
         modes[mode], result[mode] = warm_up(config, device, mode, batches)
-    for mode, times in time_in_turns(modes, config, device, turns).items():
-        result[mode] |= times
+    with environment.watched() as card:
+        times = time_in_turns(modes, config, device, turns)
+    for mode in modes:
+        result[mode] |= times[mode]
+    result |= {"card": card} if card else {}
     environment.save(options, result | {"findings": []})  # whatever becomes of what they are compared with
     seconds = 0.1 if options.smoke else 1  # ceilings: on a GPU as warm as it was
     precisions = {result[mode]["precision"] for mode in modes}

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -182,6 +183,24 @@ def test_a_result_says_what_makes_it(monkeypatch):
     assert environment.command(options) == (
         "OMP_NUM_THREADS=3 python -m bench step --smoke --images IMAGES --ranks 1 2 --power 0"
     )
+
+
+def test_a_card_says_what_holds_its_clock_down(tmp_path, monkeypatch):
+    """From a program that goes on until it is stopped, and may be stopped within a line."""
+    card = tmp_path / "nvidia-smi"
+    card.write_text(
+        "#!/bin/sh\nprintf '1980, 650.10, 700.00, 0x0000000000000000\\n1800, 699.5, 700.00, 0x0000000000000004\\n"
+        "1785, 700.3, 700.00, 0x0000000000000024\\n17'\nexec sleep 60\n"
+    )
+    card.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with environment.watched() as nothing:
+        pass
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with environment.watched() as found:
+        time.sleep(0.5)
+    assert nothing == {} == environment.of_card('Field "power.draw.instant" is not a valid field to query.\n')
+    assert found == {"clock_mhz": 1800, "watts": 699.5, "watts_limit": 700, "held_down": 2 / 3}
 
 
 def test_of_large_models_time_and_memory_are_said(tmp_path, monkeypatch):
