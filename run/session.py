@@ -1,5 +1,6 @@
 """Opening a run: what is wrong with its output folder, or with the share of its files that are bad, is found here."""
 
+import contextlib
 import dataclasses
 import fcntl
 import importlib
@@ -72,12 +73,22 @@ def check_share(config: RunConfig, data: str, index: Data, bad: dict[int, str]) 
 
 def check_batch(config: RunConfig, data: Data, ranks: Ranks) -> None:
     """ValueError, with what would fit, if there are fewer images than one batch has."""
-    if len(data) < config.batch_size and (fits := len(data) // ranks.count * ranks.count):
-        rate = config.lr * fits / config.batch_size
-        raise ValueError(
-            f"{counted(len(data), 'image')} in {data.root}: less than one batch of {config.batch_size:,}; expected "
-            f"more of them, or --batch-size {fits} and, in proportion, --lr {rate:.2g}"
-        )
+    if len(data) >= config.batch_size:
+        return
+    several = range(len(data) // ranks.count * ranks.count, 0, -ranks.count)
+    fits = next((images for images in several if _takes(config, images)), 0)
+    smaller = f", or --batch-size {fits} and, in proportion, --lr {config.lr * fits / config.batch_size:.2g}"
+    raise ValueError(
+        f"{counted(len(data), 'image')} in {data.root}: less than one batch of {config.batch_size:,}; expected "
+        f"more of them{smaller if fits else ''}"
+    )
+
+
+def _takes(config, batch):
+    """Whether a config takes batches of so many images: to contrast, or to mix, takes more than one."""
+    with contextlib.suppress(ValueError):
+        return bool(dataclasses.replace(config, batch_size=batch))
+    return False
 
 
 def check_folder(config: RunConfig) -> None:
