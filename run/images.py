@@ -44,12 +44,13 @@ def open_data(
             gone, changed = kept.lost(index)
             index, bad = kept, dict.fromkeys(gone, GONE) | dict.fromkeys(changed, CHANGED)
         bad |= _known(config, ranks, index)
+        if not index.classes and (labelled or evaluation is not None):
+            raise ValueError(
+                f"--data {training} has no labels; expected images in class folders, a labelled list, .cls or .json in "
+                "shards, or a column label of integers or text in Parquet files"
+                f"{'' if labelled else ', or no --eval-data'}"
+            )
         if labelled:
-            if not index.classes:
-                raise ValueError(
-                    f"--data {training} has no labels; expected images in class folders, a labelled list, .cls or "
-                    ".json in shards, or a column label of Parquet files"
-                )
             bad = index.unlabelled() | bad
         check_share(config, f"--data {training}", index, bad)
         if evaluation is None:
