@@ -245,10 +245,13 @@ class Index:
             listed = ""
             for path, reason in list(index.rejected.items())[:1]:
                 listed = f" ({counted(len(index.rejected), 'file')} rejected, first: {printable(path)}: {reason})"
+            if isinstance(source, sources.Folder) and not listed and len(source.found.stamps):
+                files = Paths.joined(source.found.names)
+                listed = f" ({counted(len(files), 'file')}, none an image, first: {printable(files[0])})"
             where = "flat or in class folders, in tar shards, Parquet files, a list or a bucket"
             if isinstance(source, sources.TextList):
                 where = f"by paths that are absolute or begin in {source.root}"
-            expected = f"expected JPEG, PNG, BMP, WebP or TIFF files, {where}"
+            expected = f"expected JPEG, PNG, BMP, WebP, TIFF or PNM files, {where}"
             raise ValueError(f"no usable image in {root.absolute() if root.exists() else root}{listed}; {expected}")
         return _readable(index)
 

@@ -455,7 +455,7 @@ def test_errors_are_one_clear_line(tmp_path, monkeypatch):
     fill(tmp_path / "file", b"x")
     with pytest.raises(NotADirectoryError, match="is a file"):
         Index.scan(tmp_path / "file")
-    with pytest.raises(ValueError, match=r"no usable image in .*; expected JPEG"):
+    with pytest.raises(ValueError, match=r"in .* \(1 file, none an image, first: file\); expected JPEG"):
         Index.scan(tmp_path)
     fill(tmp_path / "a.jpg", b"")
     fill(tmp_path / "b.jpg", b"text")
