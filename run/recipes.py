@@ -266,6 +266,8 @@ class Config(ImagesConfig):
         )
         check(0 < self.keep_ratio <= 1, self, "keep_ratio", "a share above 0 and up to 1")
         check(0 <= self.clip_momentum < 1, self, "clip_momentum", "0 up to, not including, 1")
+        alone = self.knn_every > 0 and self.data is not None and self.eval_data is None
+        check(not alone, self, "knn_every", "--eval-data beside it")
         check(not self.redeal or self.window > 1, self, "redeal", "a --window of 2 or more beside it")
         check(self.ema is None or 0 <= self.ema <= 1, self, "ema", "a coefficient from 0 to 1, or None")
         check(not (self.fsdp and self.compress_gradients), self, "compress_gradients", "no --fsdp beside it")

@@ -213,6 +213,7 @@ def test_options_that_exclude_or_need_each_other():
     for options, said in (
         ({"fsdp": True, "compress_gradients": True}, "no --fsdp beside it"),
         ({"eval_data": Path("b")}, "--data"),
+        ({"data": Path("a"), "knn_every": 1}, "--knn-every 1: expected --eval-data beside it"),
     ):
         with pytest.raises(ValueError, match=said):
             Config(**options)
