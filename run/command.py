@@ -54,6 +54,10 @@ def parse(
     for before, word in zip([program, *arguments], arguments, strict=False):
         if not word or (word.startswith("--") and word.endswith("=")):  # of a variable that is not set: Path("") is "."
             raise ValueError(f"{word or before}: nothing stands behind it; expected a value")
+    for at, word in enumerate(arguments):  # tyro would name them all: a shell makes thousands of a pattern
+        behind = arguments[at + 1 : at + 5]
+        if word.startswith("--") and len(behind) == 4 and not any(other.startswith("--") for other in behind):
+            raise ValueError(f"{word}: too many values; expected one, or a folder, or a pattern in quotes: '*'")
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for option in ("--recipe", "--config"):
         first.add_argument(option, nargs="?")

@@ -34,7 +34,10 @@ def test_a_recipe_wherever_it_stands_gives_the_defaults(capsys):
     for words in (("--lr", ""), ("--lr=",), ("", "--lr", "2")):  # "$RATE", where it is not set
         with pytest.raises(ValueError, match=r"^(--lr=?|a\.py): nothing stands behind it"):
             parse(*words)
-    for words, said in ((("--recipe", "none"), "expected one of toy"), (("--data", "."), "--recipe is missing")):
+    for words, said in (
+        (("--recipe", "none"), "expected one of toy"), (("--data", "."), "--recipe is missing"),
+        (("--data", *"abcde", "--lr", "2"), "^--data: too many values"),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=said):
             parse(*words)
     with pytest.raises(SystemExit):
