@@ -90,7 +90,7 @@ STAGES = {
     ),
     2: (
         # Behind no tests: each is compared with the step before it is timed, and says what came of it.
-        Part("variants", f"{STEP_S} 512 --turns 5 --variants both-views compiled-loss", 220),
+        Part("variants", f"{STEP_S} 512 --turns 5 --variants bias-sums both-views compiled-loss", 220),
         Part("step_vit_s_compiled", f"{STEP_S} 512 --modes compiled", 60, where="gpu"),
     ),
     3: (

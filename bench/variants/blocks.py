@@ -11,6 +11,7 @@ from timm.layers import Mlp
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+from bench.variants.columns import gelu, query_value_bias
 from kernels.reference import wide
 from model.heads import EPS, BatchNorm
 from model.key_mlp import KeyMlp
@@ -43,6 +44,24 @@ class BothViews(BatchNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return _BothViews.apply(x, self.weight, self.bias)
+
+
+class ColumnsMlp(Mlp):
+    """timm's MLP, in whose place it is put, its first layer's bias detached: the gradient of that comes from GELU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(gelu(self.fc1(x), self.fc1.bias))
+
+
+class QueryValueBias(nn.Module):
+    """Around a layer that makes queries, keys and values, its bias detached."""
+
+    def __init__(self, layer: nn.Linear):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return query_value_bias(self.layer(x), self.layer.bias)
 
 
 E4M3 = torch.float8_e4m3fn

@@ -16,7 +16,10 @@ from torch import Tensor, nn
 from bench.products import NO_GPU, without_fp8
 from bench.variants import blocks
 from model import key_mlp
+from model.encoder import PackedAttention
+from model.faster import ForeignBias
 from model.heads import BatchNorm
+from model.products import FastLinear
 from run.training import Training
 
 
@@ -53,6 +56,22 @@ def both_views(training: Training, *networks: nn.Module | None) -> None:
     for module in (module for network in filter(None, networks) for module in network.modules()):
         if type(module) is BatchNorm:
             module.__class__ = blocks.BothViews
+
+
+def bias_sums(training: Training, queries: nn.Module, _) -> None:
+    """In all blocks but the last, of which the class token alone is computed."""
+    for module in list(queries.encoder.blocks[:-1].modules()):
+        if key_mlp.is_plain(module) and isinstance(module.act, nn.GELU) and module.fc1.bias is not None:
+            module.__class__, layer = blocks.ColumnsMlp, module.fc1
+        elif type(module) is PackedAttention and module.qkv.bias is not None:
+            layer = module.qkv
+            module.qkv = blocks.QueryValueBias(layer)
+        else:
+            continue
+        if isinstance(layer, FastLinear):
+            layer.foreign = True
+        else:
+            layer.__class__ = ForeignBias
 
 
 def compiled_loss(training: Training, *_) -> None:
@@ -96,6 +115,8 @@ def with_fp8(training: Training) -> str:
 # In the order in which several are applied: those that wrap what a step calls come last.
 VARIANTS = (
     Variant("both-views", "batch normalisation of both views at once", (0.1, 0.1), both_views, anywhere),
+    Variant("bias-sums", "columns summed in GELU's backward, and those of keys not (queries)", (0.56, 1.1), bias_sums,
+            anywhere),
     Variant("compiled-loss", "the loss compiled too", (0.08, 0.08), compiled_loss, on_gpu),
     Variant("key-gelu", "GELU in cuBLASLt's epilogue (keys, tanh form)", (1.2, 2.7), key_gelu, with_exact_keys, 0.999,
             place="MLP of keys"),

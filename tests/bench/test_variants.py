@@ -14,12 +14,14 @@ from torch import nn
 
 from bench import step
 from bench.step import Synthetic
-from bench.variants import blocks, turns
+from bench.variants import blocks, columns, turns
 from bench.variants.changes import BY_NAME, VARIANTS, apply, compatible
 from bench.variants.turns import SMALL, course
+from kernels.residual_norm import Tile
 from model import faster
 from run.recipes import RECIPES
 from run.training import Training
+from tests.kernels.interpreter import interpret
 from tests.run.test_recorded import on_paper, recording, steps  # noqa: F401
 from tests.run.test_training import CONFIG as TRAINING
 
@@ -117,6 +119,17 @@ def test_recorded_steps_are_the_steps():
         found.append(steps(training, 3))
     assert len(training.recorded.graphs) == 4 and not training.recorded.failed
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("of", [columns.TILES[0], Tile(2048, 4, 3, 4)], ids=str)
+def test_columns_of_gelus_gradient(of, tmp_path):
+    """Of rows and columns that fill no tile, in one round of a program and in several; torch's in float64."""
+    x, gradient, bias = random(3, 13, 200), random(3, 13, 200), random(200).double().requires_grad_()
+    ((out, parts),) = interpret([(columns.launch, (gradient, x, of), {})], tmp_path)
+    inputs = x.double().requires_grad_(), bias
+    wanted = torch.autograd.grad(nn.functional.gelu(inputs[0] + bias - bias.detach()), inputs, gradient.double())
+    assert len(parts) == columns.shares(39, 200, of)[0] == (5 if of == columns.TILES[0] else 2)
+    torch.testing.assert_close((out.double(), parts.sum(0).double()), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_fp8_numbers():
