@@ -23,18 +23,14 @@ _PARALLEL = 50_000  # images from which a process pool pays for its start
 _PIECE = 4096  # images that are read, and kept, at a time
 
 
-def read_headers(root: str, paths: Sequence[str], images: int) -> list[Any]:
-    """``headers.read_headers`` of files that hold about so many images, by several processes where that pays."""
-    return list(read(root, paths, None, images))
-
-
 def read(
     root: str, paths: Sequence[str], stamps: np.ndarray | None, images: int, kept: Results | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[Any]:  # fmt: skip
-    """What ``read_headers`` returns, one by one. ``kept``: where results are that were there before, of paths with the
-    same ``stamps``, int64 [n,2], and where new ones go. What cannot be read for a reason that may pass is waited for;
-    OSError where that takes too long. ``progress`` is told how many files of all are done."""
+    """What ``headers.read_headers`` returns, one by one, of files that hold about so many images; by several processes
+    where that pays. ``kept``: where results are that were there before, of paths with the same ``stamps``, int64 [n,2],
+    and where new ones go. What cannot be read for a reason that may pass is waited for; OSError where that takes too
+    long. ``progress`` is told how many files of all are done."""
     size = max(1, _PIECE * len(paths) // max(1, images))
     workers = min(len(os.sched_getaffinity(0)), -(-len(paths) // size)) if images >= _PARALLEL else 1
 

@@ -130,10 +130,7 @@ class Ranks:
 
     def mean(self, tensor: torch.Tensor) -> torch.Tensor:
         """Mean over the ranks, in place."""
-        self.sum(tensor)
-        if self.count > 1:
-            tensor /= self.count
-        return tensor
+        return self.sum(tensor).div_(self.count)
 
     def gather(self, value: Any) -> list[Any]:
         """The objects of all ranks, on all of them."""

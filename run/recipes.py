@@ -246,24 +246,16 @@ class Config(ImagesConfig):
         for name in ("model", "image_size", "mean", "std"):
             missing = getattr(self, name) == self.OPEN[name] and self.encoder == "none"
             check(not missing, self, name, "a value, as there is no --encoder whose own it could be")
-        for name in (
-            "groups",
-            "window",
-            "accumulate",
-            "head_hidden",
-            "head_out",
-            "projector_layers",
-            "predictor_layers",
-        ):
+        heads = "head_hidden", "head_out", "projector_layers", "predictor_layers"
+        for name in ("groups", "window", "accumulate", *heads):
             check(getattr(self, name) > 0, self, name, "more than 0")
         check(self.image_size >= 0, self, "image_size", "more than 0")
         for name in ("temperature", "clip_alpha"):
             check(0 < getattr(self, name) < math.inf, self, name, "a finite number above 0")
         for name in ("knn_images", "patch_size", "depth", "power", "knn_every"):
             check(getattr(self, name) >= 0, self, name, "0 or more")
-        check(
-            self.batch_size >= 2, self, "batch_size", "2 or more: a contrastive loss needs something to contrast with"
-        )
+        contrast = "2 or more: a contrastive loss needs something to contrast with"
+        check(self.batch_size >= 2, self, "batch_size", contrast)
         check(0 < self.keep_ratio <= 1, self, "keep_ratio", "a share above 0 and up to 1")
         check(0 <= self.clip_momentum < 1, self, "clip_momentum", "0 up to, not including, 1")
         alone = self.knn_every > 0 and self.data is not None and self.eval_data is None

@@ -126,12 +126,8 @@ class Tuning:
 
     def normalised(self, images: Tensor) -> Tensor:
         """uint8 [B,H,W,3] as float32 [B,3,H,W]."""
-        return (
-            images.permute(0, 3, 1, 2)
-            .to(torch.float32, memory_format=torch.contiguous_format)
-            .sub_(self.mean)
-            .div_(self.std)
-        )
+        images = images.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
+        return images.sub_(self.mean).div_(self.std)
 
     def networks(self) -> dict[str, VisionTransformer]:
         """What is evaluated: the network, and where there is one, the running mean of its weights, as "ema"."""
