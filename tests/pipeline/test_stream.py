@@ -63,12 +63,15 @@ def test_the_order_is_that_of_keys_of_64_bits():
 def test_areas_and_aspects_are_those_of_their_ranges():
     """Uniform and log-uniform, where all fit: means within 5 standard deviations, and the ends are reached."""
     a, n = Augmentation(area=(0.2, 0.25), aspect=(2.0, 3.0)), 5000
-    h, w = a.draw(sizes(n, 20_000, 20_000), np.arange(n), seed=0, epoch=0).boxes[..., 2:].reshape(-1, 2).astype(float).T
+    boxes = a.draw(sizes(n, 20_000, 20_000), np.arange(n), seed=0, epoch=0).boxes.reshape(-1, 4).astype(float)
+    h, w = boxes[:, 2:].T
     for values, low, high in ((h * w / 20_000**2, 0.2, 0.25), (np.log(w / h), math.log(2), math.log(3))):
         width = high - low
         assert low - 1e-3 * width <= values.min() < low + 0.01 * width
         assert high - 0.01 * width < values.max() <= high + 1e-3 * width
         assert abs(values.mean() - (low + high) / 2) < 5 * width / math.sqrt(12 * len(values))
+    places = [boxes[:, k] / (20_000 - boxes[:, k + 2]) for k in (0, 1)]
+    assert abs(np.corrcoef(*places)[0, 1]) < 5 / math.sqrt(len(boxes)), "one tells nothing of the other"
 
 
 def test_crops_of_very_long_images_are_central():
@@ -129,11 +132,12 @@ def test_probabilities_and_ranges():
         (0.1, 2.0): (d.blur_sigma[d.blur_sigma > 0],),
     }
     for (low, high), arrays in drawn.items():
-        for values in arrays:  # uniform: mean within 5 standard deviations, and the ends are reached
+        for values in arrays:  # uniform: mean and variance within 5 standard deviations, and the ends are reached
             width = high - low
             assert low <= values.min() + 1e-6 and values.max() <= high + 1e-6
             assert values.min() < low + 0.01 * width and values.max() > high - 0.01 * width
             assert abs(values.mean() - (low + high) / 2) < 5 * width / math.sqrt(12 * len(values))
+            assert abs(values.var() - width**2 / 12) < 5 * width**2 / math.sqrt(180 * len(values))
     # What is drawn for one purpose tells nothing about another: correlation of n uniforms, 5 standard deviations.
     first = d.boxes[:, 0, 0], d.boxes[:, 0, 3], d.flips[:, 0], d.blur_sigma[:, 0]
     columns = np.stack([*first, d.flips[:, 1], d.boxes[:, 1, 0]])
