@@ -150,8 +150,8 @@ def test_kept_patches_are_the_floor_of_the_share():
     assert plan_patches(a_third)[2] == 19
     one = dataclasses.replace(RECIPES["toy"], keep_ratio=1 / 64, groups=64)
     assert plan_patches(one)[2] == 1
-    for ratio, groups in ((0.27, 4), (0.5, 3), (0.001, 1)):
-        with pytest.raises(ValueError, match=r"expected"):
+    for ratio, groups, said in ((0.27, 4, "at most 3 groups"), (0.5, 3, "at most 2 groups"), (0.001, 1, "or more")):
+        with pytest.raises(ValueError, match=f"expected .*{said}"):
             plan_patches(dataclasses.replace(RECIPES["toy"], keep_ratio=ratio, groups=groups))
 
 
