@@ -2,6 +2,7 @@
 
 import atexit
 import html
+import io
 import json
 import multiprocessing
 import os
@@ -38,6 +39,13 @@ def photo(seed: int, height: int = 60, width: int = 80) -> Image.Image:
     """A smooth random picture, as photographs are on the scale of a pixel."""
     coarse = np.random.default_rng(seed).integers(0, 256, (6, 8, 3), dtype=np.uint8)
     return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def jpeg(seed: int = 0, height: int = 40, width: int = 50, **how) -> bytes:
+    """Such a picture as a file."""
+    file = io.BytesIO()
+    photo(seed, height, width).save(file, "JPEG", **{"quality": 92} | how)
+    return file.getvalue()
 
 
 def coarse(picture: Image.Image) -> np.ndarray:

@@ -26,15 +26,8 @@ def run(path, view, draws, gpu_form=None):
     """One view of the image in ``path`` for every set of parameters in ``draws``: uint8 [m,S,S,3]."""
     with Image.open(path) as image:
         width, height = ImageOps.exif_transpose(image).size
-    neutral = {
-        "flips": False,
-        "brightness": 1,
-        "contrast": 1,
-        "saturation": 1,
-        "hue": 0,
-        "blur_sigma": 0,
-        "solarise": False,
-    }
+    neutral = dict.fromkeys(("brightness", "contrast", "saturation"), 1)
+    neutral |= {"flips": False, "hue": 0, "blur_sigma": 0, "solarise": False}
     columns = {k: np.array([[d.get(k, v)] for d in draws]) for k, v in neutral.items()}
     boxes = np.array([[d.get("boxes", (0, 0, height, width))] for d in draws], np.int32)
     drawn = Draw(boxes=boxes, **{k: v if v.dtype == bool else v.astype(np.float32) for k, v in columns.items()})

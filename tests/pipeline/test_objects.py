@@ -7,19 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import photo
+from conftest import jpeg
 from PIL import Image
 
 from pipeline import Augmentation, Index, Loader, evaluation_batches, known, waiting
 
 CPU = torch.device("cpu")
 HOW = {"image_size": 24, "seed": 7, "device": CPU, "threads": 1}
-
-
-def encoded(seed=0, height=40, width=50, **how):
-    file = io.BytesIO()
-    photo(seed, height, width).save(file, "JPEG", **how)
-    return file.getvalue()
 
 
 def labelled(index):
@@ -29,7 +23,7 @@ def labelled(index):
 
 
 def test_s3_uris_are_taken_with_their_sizes(bucket, tmp_path):
-    (tmp_path / "a.jpg").write_bytes(encoded())
+    (tmp_path / "a.jpg").write_bytes(jpeg())
     (tmp_path / "list.txt").write_text("s3://bucket/my key.jpg\tdog\t300\t400\na.jpg cat\ns3://bucket/b.jpg\t\t5\t6\n")
     index = Index.scan(tmp_path / "list.txt")
     assert labelled(index) == {
@@ -40,11 +34,11 @@ def test_s3_uris_are_taken_with_their_sizes(bucket, tmp_path):
 
 def test_s3_uris_are_read_by_one_request_each(bucket, tmp_path):
     """What is not there, or does not decode, is left out."""
-    bucket.files |= {"/b/a%20b/%23%C3%A9%25.jpg": encoded(1), "/b/short.jpg": encoded()[:200], "/b/c.jpg": encoded(2)}
+    bucket.files |= {"/b/a%20b/%23%C3%A9%25.jpg": jpeg(1), "/b/short.jpg": jpeg()[:200], "/b/c.jpg": jpeg(2)}
     keys = ["a b/#é%.jpg", "gone.jpg", "short.jpg", "c.jpg"]
     lines = [f"s3://b/{key}\tdog\t40\t50\n" for key in keys] + ["c.jpg cat\n", "s3://b/c.jpg\tdog\t50\t40"]
     (tmp_path / "list.txt").write_text("".join(lines))
-    (tmp_path / "c.jpg").write_bytes(encoded(2))
+    (tmp_path / "c.jpg").write_bytes(jpeg(2))
     index = Index.scan(tmp_path / "list.txt")
     load = Loader(index, Augmentation(), batch_size=2, **HOW)
     sample = torch.cat([batch.sample for batch in load.batches(0, 6)])
@@ -65,20 +59,11 @@ def test_s3_uris_are_read_by_one_request_each(bucket, tmp_path):
 def test_sizes_that_no_line_has_are_read_by_one_request_each(bucket, tmp_path):
     """Or two, where a colour profile stands before the size. What cannot be had is asked for at the next start, and at
     each start the first, to see whether it can be."""
-    bucket.files |= {f"/b/{i}": encoded(i, 30 + i) for i in range(4)} | {"/b/a%20b.jpg": encoded(), "/b/0.jpg": b""}
-    bucket.files["/b/t"] = encoded(5, 90, 100, icc_profile=bytes(40_000))
+    bucket.files |= {f"/b/{i}": jpeg(i, 30 + i) for i in range(4)} | {"/b/a%20b.jpg": jpeg(), "/b/0.jpg": b""}
+    bucket.files["/b/t"] = jpeg(5, 90, 100, icc_profile=bytes(40_000))
     bucket.answers = {"/b/2": 403}
-    lines = [
-        "s3://b/0",
-        "s3://b/1\tdog",
-        "s3://b/a b.jpg cat",
-        "s3://b/2",
-        "s3://b/3\t",
-        "s3://b/t",
-        "s3://b/0.jpg",
-        "s3://b/n",
-    ]
-    (tmp_path / "list.txt").write_text("\n".join(lines))
+    lines = "0", "1\tdog", "a b.jpg cat", "2", "3\t", "t", "0.jpg", "n"
+    (tmp_path / "list.txt").write_text("\n".join(f"s3://b/{line}" for line in lines))
     index = Index.scan(tmp_path / "list.txt", tmp_path / "cache")
     found = {
         "s3://b/0": (None, 30, 50), "s3://b/1": ("dog", 31, 50), "s3://b/a b.jpg": ("cat", 40, 50),
@@ -111,7 +96,7 @@ def test_a_png_of_many_pieces_takes_few_requests(bucket, tmp_path):
 
 
 def test_a_bad_object_that_is_replaced_is_tried_again(bucket, tmp_path):
-    bucket.files |= {f"/b/{i}.jpg": encoded(i) for i in range(3)}
+    bucket.files |= {f"/b/{i}.jpg": jpeg(i) for i in range(3)}
     index = Index.scan("s3://b")
     known.add(tmp_path / known.FILE, index, {0: "bad", 1: "worse"})
     assert known.read(tmp_path / known.FILE, index) == {0: "bad", 1: "worse"}
@@ -121,7 +106,7 @@ def test_a_bad_object_that_is_replaced_is_tried_again(bucket, tmp_path):
 
 @pytest.mark.parametrize("answer", [429, 503, "nothing", "part"])
 def test_a_scan_waits_for_a_store_that_fails(bucket, tmp_path, monkeypatch, capfd, answer):
-    bucket.files["/b/0.jpg"] = encoded()
+    bucket.files["/b/0.jpg"] = jpeg()
     bucket.answers["GET"] = answer
     (tmp_path / "list.txt").write_text("s3://b/0.jpg\n")
     for source in (tmp_path / "list.txt", "s3://b"):
@@ -147,7 +132,7 @@ REFUSALS = {
 def test_what_no_waiting_changes_ends_a_start(bucket, tmp_path, monkeypatch, answer):
     """Of a bucket, and of a list whose images have been read before, also where nothing else is asked for."""
     monkeypatch.setattr(waiting, "pause", lambda seconds: pytest.fail("it waits"))
-    bucket.files |= {f"/b/{i}.jpg": encoded(i) for i in range(3)}
+    bucket.files |= {f"/b/{i}.jpg": jpeg(i) for i in range(3)}
     (tmp_path / "list.txt").write_text("".join(f"s3://b/{i}.jpg\t\t40\t50\n" for i in range(3)))
     Index.scan(tmp_path / "list.txt", tmp_path / "cache")
     bucket.answers["GET"] = answer
@@ -167,10 +152,10 @@ def test_a_store_without_tls_ends_a_start(bucket, monkeypatch):
 
 def test_a_bucket_is_a_folder(bucket, tmp_path, monkeypatch):
     """Of class folders, or part of one. It is listed at each start, and no more where nothing has changed."""
-    keys = {f"/b/data/{'xy'[i % 2]}/{i}%20%C3%A9.jpg": encoded(i, 30 + i) for i in range(5)}
+    keys = {f"/b/data/{'xy'[i % 2]}/{i}%20%C3%A9.jpg": jpeg(i, 30 + i) for i in range(5)}
     bucket.files = keys | {
-        "/b/data/dir/": b"", "/b/data/.x/0.jpg": encoded(), "/b/data/text": b"text", "/b/data/x/bad.jpg": b"text",
-        "/b/data2/0.jpg": encoded(),
+        "/b/data/dir/": b"", "/b/data/.x/0.jpg": jpeg(), "/b/data/text": b"text", "/b/data/x/bad.jpg": b"text",
+        "/b/data2/0.jpg": jpeg(),
     }  # fmt: skip
     index = Index.scan("s3://b/data", tmp_path)
     expected = {f"s3://b/data/{'xy'[i % 2]}/{i} é.jpg": ("xy"[i % 2], 30 + i, 50) for i in range(5)}
@@ -179,15 +164,15 @@ def test_a_bucket_is_a_folder(bucket, tmp_path, monkeypatch):
     bucket.asked.clear()
     again = Index.scan(Path("s3://b/data/"), tmp_path)
     assert again.fingerprint == index.fingerprint and f"{again.root} {index.root}" == "s3://b/data s3://b/data"
-    bucket.files["/b/data/x/0%20%C3%A9.jpg"] = encoded(0, 70)
+    bucket.files["/b/data/x/0%20%C3%A9.jpg"] = jpeg(0, 70)
     assert all("list-type=2" in path for _, path in bucket.asked)
     assert labelled(Index.scan("s3://b/data", tmp_path))["s3://b/data/x/0 é.jpg"] == ("x", 70, 50)
     (batch,) = Loader(Index.scan("s3://b/data", tmp_path), Augmentation(), batch_size=4, **HOW).batches(0, 1)
     assert sorted(set(batch.label.tolist())) == [0, 1]
     assert len(Index.scan("s3://b", tmp_path)) == len(Index.scan("S3://b", tmp_path)) == 6
-    bucket.files["/b/c%23/0.jpg"] = encoded()
+    bucket.files["/b/c%23/0.jpg"] = jpeg()
     assert list(Index.scan("s3://b/c#").paths) == ["s3://b/c#/0.jpg"]
-    bucket.files |= {"/b/ab%3A/c/0.jpg": encoded(), "/b//e/0.jpg": encoded()}
+    bucket.files |= {"/b/ab%3A/c/0.jpg": jpeg(), "/b//e/0.jpg": jpeg()}
     assert "begins or ends with / has to be renamed" in Index.scan("s3://b").rejected["s3://b/e/0.jpg"]
     found = Index.scan("s3://b/ab:/c")
     assert str(found.root) == "s3://b/ab:/c" and list(found.paths) == ["s3://b/ab:/c/0.jpg"]
@@ -206,7 +191,7 @@ def test_a_bucket_is_a_folder(bucket, tmp_path, monkeypatch):
         ValueError, match=r"s3://b/data2: \.tar files are not read from S3; expected them on a local disk"
     ):
         Index.scan("s3://b/data2")
-    bucket.files |= {"/b/c/0.jpg": encoded(), "/b/c//%0A.jpg": encoded(), "/b/d/../0.jpg": encoded()}
+    bucket.files |= {"/b/c/0.jpg": jpeg(), "/b/c//%0A.jpg": jpeg(), "/b/d/../0.jpg": jpeg()}
     for root, key in [("s3://b/c", "c//\n.jpg"), ("s3://b/d", "d/../0.jpg")]:
         with pytest.raises(ValueError, match=f"^{root}: the key {re.escape(repr(key))} ends the listing by an empty"):
             Index.scan(root)

@@ -1,10 +1,8 @@
 """What cannot be reached is not what cannot be decoded: it is waited for, said, and never a bad file."""
 
 import errno
-import io
 import os
 import signal
-import tarfile
 import threading
 import time
 from pathlib import Path
@@ -12,10 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import photo
+from conftest import jpeg, photo
 
 from pipeline import Augmentation, Index, Loader, evaluation_batches, graph, headers, readers, sources, waiting
 from pipeline.walk import statuses
+from tests.pipeline.test_sources import write_tar
 
 N, GONE = 6, 4
 
@@ -45,12 +44,6 @@ def clock(monkeypatch):
     monkeypatch.setattr(waiting, "time", clock)
     monkeypatch.setattr(waiting, "pause", clock.sleep)
     return clock
-
-
-def jpeg(i):
-    file = io.BytesIO()
-    photo(i, 40, 50).save(file, "JPEG")
-    return file.getvalue()
 
 
 @pytest.fixture
@@ -206,12 +199,7 @@ def test_what_fails_alone_is_bad_in_the_end(local, clock, monkeypatch):
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE], ids=errno.errorcode.get)
 def test_a_shard_that_fails_is_waited_for_and_opened_anew(tmp_path, clock, capfd, monkeypatch, number):
-    with tarfile.open(tmp_path / "a.tar", "w") as tar:
-        for i in range(N):
-            member = tarfile.TarInfo(f"{i}.jpg")
-            content = jpeg(i) if i != GONE else jpeg(i)[:-200]
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
+    write_tar(tmp_path / "a.tar", [(f"{i}.jpg", jpeg(i)[: -200 if i == GONE else None]) for i in range(N)])
     down, stale, pread = [], [], os.pread
 
     def reads(descriptor, *where):
@@ -259,14 +247,6 @@ def test_opencv_is_silent(tmp_path, capfd):
 # ---- A scan
 
 
-def packed(path):
-    with tarfile.open(path, "w") as tar:
-        for i in range(N):
-            member = tarfile.TarInfo(f"{i}.jpg")
-            member.size = len(jpeg(i))
-            tar.addfile(member, io.BytesIO(jpeg(i)))
-
-
 @pytest.mark.parametrize("by", ["open a file", "open a shard", "read a shard", "list a folder", "look at a file"])
 @pytest.mark.parametrize("number", [errno.EIO, errno.ETIMEDOUT], ids=errno.errorcode.get)
 def test_a_scan_waits_for_what_cannot_be_read_and_remembers_nothing_of_it(
@@ -275,7 +255,7 @@ def test_a_scan_waits_for_what_cannot_be_read_and_remembers_nothing_of_it(
     root, cache, down = tmp_path / "data", tmp_path / "cache", []
     (root / "a").mkdir(parents=True)
     if "shard" in by:
-        packed(root / "a" / "0.tar")
+        write_tar(root / "a" / "0.tar", [(f"{i}.jpg", jpeg(i)) for i in range(N)])
     else:
         for i in range(3):
             (root / "a" / f"{i}.jpg").write_bytes(jpeg(i))

@@ -8,13 +8,13 @@ import shutil
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
+from conftest import jpeg
 
-from pipeline import Index, evaluation_batches, parquet
+from pipeline import Index, parquet
+from tests.pipeline.test_loader import loader
 from tests.pipeline.test_outage import clock  # noqa: F401
-from tests.pipeline.test_sources import assert_same_batches, jpeg, labelled, loader, tensors, write_tar
+from tests.pipeline.test_sources import assert_same_batches, labelled, write_tar
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -57,15 +57,6 @@ def test_tables_give_the_batches_of_the_folder(tables, tmp_path, capsys):
         assert [shards.read(i).tobytes() for i in range(48)] == [Path(folder.file(i)).read_bytes() for i in range(48)]
     assert index.sizes.tolist() == folder.sizes.tolist()
     assert_same_batches(folder, index)
-    whole = list(loader(folder).batches(3, 6))
-    parts = [loader(index, rank=r, ranks=2).batches(3, 6) for r in range(2)]
-    for expected, *slices in zip(whole, *parts, strict=True):
-        joined = [torch.cat(t) for t in zip(*(tensors(s) for s in slices), strict=True)]
-        assert all(torch.equal(a, b) for a, b in zip(tensors(expected), joined, strict=True))
-    how = {"image_size": 24, "batch_size": 7, "device": torch.device("cpu"), "threads": 1}
-    pairs = [evaluation_batches(i, np.arange(48)[::-1], **how) for i in (folder, index)]
-    for expected, got in zip(*pairs, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
 
 
 def test_files_of_one_split_are_named_by_patterns(tables, tmp_path):
@@ -133,13 +124,8 @@ def test_what_is_not_clear_is_refused(tmp_path, columns, classes, message):
 def test_a_column_of_labels_is_chosen_behind_the_data(tmp_path):
     """Of a folder, a file and a pattern; what was unpacked for another one stays."""
     root, cache = tmp_path / "data", tmp_path / "cache"
-    columns = {
-        "image": images([jpeg(0), jpeg(1)]),
-        "fine": [0, 1],
-        "coarse": [0, 0],
-        "x": [0.5, 1.5],
-        "y": [True, False],
-    }
+    columns = {"image": images([jpeg(0), jpeg(1)]), "fine": [0, 1], "coarse": [0, 0]}
+    columns |= {"x": [0.5, 1.5], "y": [True, False]}
     write(root / "a.parquet", columns, {"fine": ["ant", "bee"], "coarse": ["insect"]})
     for data, expected in (
         (f"{root}#fine", ["ant", "bee"]), (f"{root}/a.parquet#coarse", ["insect"] * 2),

@@ -11,18 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import photo
+from conftest import jpeg, photo
 from PIL import Image
 
-from pipeline import Augmentation, Index, Loader, evaluation_batches, headers, scan
+from pipeline import Index, evaluation_batches, headers, scan
 from pipeline.shards import Shards
 from pipeline.stream import replacement
-
-
-def jpeg(seed=0, height=40, width=50):
-    file = io.BytesIO()
-    photo(seed, height, width).save(file, "JPEG", quality=92)
-    return file.getvalue()
+from tests.pipeline.test_loader import all_same, loader, same, tensors
 
 
 def write_tar(path, members, format=tarfile.GNU_FORMAT):
@@ -303,16 +298,8 @@ def test_a_shard_of_the_time_0_is_known_by_its_size(tmp_path):
 
 def test_errors_are_one_clear_line(tmp_path, monkeypatch):
     write_tar(tmp_path / "both/a.tar", [("a.jpg", jpeg())])
-    for name in (
-        "both/1.jpg",
-        "both/sub/2.png",
-        "images/1.jpg",
-        "images/backup.tar.gz",
-        "packed/a.tar.xz",
-        "a.tgz",
-        "zipped/a.Zip",
-        "images/b.zip",
-    ):
+    many = "both/1.jpg both/sub/2.png images/1.jpg images/backup.tar.gz packed/a.tar.xz a.tgz zipped/a.Zip images/b.zip"
+    for name in many.split():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(jpeg() if name.endswith(("jpg", "png")) else b"\x1f\x8b")
     write_tar(tmp_path / "no images.tar", [("a.cls", b"1"), ("a.jpg", b"\0")])
@@ -405,19 +392,9 @@ def shards(photos, tmp_path):
     return tmp_path / "shards"
 
 
-def loader(index, **options):
-    settings = {"image_size": 24, "batch_size": 12, "seed": 7, "device": torch.device("cpu"), "threads": 2}
-    return Loader(index, Augmentation(), **(settings | options))
-
-
-def tensors(batch):
-    return (*batch.views, batch.boxes, batch.flips, batch.sample, batch.label)
-
-
 def assert_same_batches(folder, index, **options):
     assert len(folder) == len(index) and folder.classes == index.classes
-    for expected, got in zip(loader(folder).batches(0, 6), loader(index, **options).batches(0, 6), strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(tensors(expected), tensors(got), strict=True))
+    assert all_same(loader(folder).batches(0, 6), loader(index, **options).batches(0, 6))
 
 
 def test_shards_give_the_batches_of_the_folder(photos, shards, monkeypatch):
@@ -430,7 +407,7 @@ def test_shards_give_the_batches_of_the_folder(photos, shards, monkeypatch):
     samples = np.arange(48)[::-1]
     pairs = [evaluation_batches(i, samples, **how) for i in (folder, index)]
     for expected, got in zip(*pairs, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+        assert same(expected, got)
     monkeypatch.setattr("pipeline.readers._OPEN", 1)  # shards are closed while other threads read
     assert_same_batches(folder, index)
     assert len(os.listdir("/proc/self/fd")) <= before, "every descriptor is closed"
@@ -441,8 +418,7 @@ def test_a_start_within_and_ranks_change_nothing(shards):
     whole = list(loader(index).batches(0, 6))
     parts = [loader(index, rank=r, ranks=2).batches(3, 6) for r in range(2)]
     for expected, *slices in zip(whole[3:], *parts, strict=True):
-        joined = [torch.cat(t) for t in zip(*(tensors(s) for s in slices), strict=True)]
-        assert all(torch.equal(a, b) for a, b in zip(tensors(expected), joined, strict=True))
+        assert same(tensors(expected), [torch.cat(t) for t in zip(*(tensors(s) for s in slices), strict=True)])
 
 
 def test_members_that_go_bad_are_replaced_and_named(shards):
@@ -468,7 +444,7 @@ def test_members_that_go_bad_are_replaced_and_named(shards):
                 candidates = (replacement(s, k, 48, 7, number // 4) for k in itertools.count())
                 s = next(c for c in candidates if c not in bad)
             else:
-                assert all(torch.equal(a[i], b[i]) for a, b in zip(tensors(before), tensors(after), strict=True))
+                assert same([t[i] for t in tensors(before)], [t[i] for t in tensors(after)])
             assert after.sample[i] == s
     how = {"image_size": 24, "batch_size": 7, "device": torch.device("cpu"), "threads": 1}
     seen = [s for _, sample, _ in evaluation_batches(index, np.arange(48), **how) for s in sample.tolist()]

@@ -23,15 +23,8 @@ SIDE = 192  # 64 px, each three times as large
 def shown(photos):
     """Six examples of epoch 1, and the batch and the patch numbers that a run has there."""
     index = Index.scan(photos)
-    loader = Loader(
-        index,
-        CONFIG.augmentation,
-        image_size=64,
-        batch_size=12,
-        seed=CONFIG.seed,
-        device=torch.device("cpu"),
-        threads=1,
-    )
+    how = {"image_size": 64, "batch_size": 12, "seed": CONFIG.seed, "device": torch.device("cpu"), "threads": 1}
+    loader = Loader(index, CONFIG.augmentation, **how)
     (batch,) = loader.batches(4, 5)
     chosen = Training(CONFIG, torch.device("cpu")).sample(batch, 1)
     return list(preview.examples(index, CONFIG, GRID, KEEP, 6, 1)), batch, chosen

@@ -22,10 +22,7 @@ ENDS = [
     (OSError(errno.ENOSPC, "No space left"), "a.py: [Errno 28] No space left in the output folder; what was saved"),
     (OSError(errno.ENOSPC, "No space left", "x.pt"), "a.py: [Errno 28] No space left: 'x.pt'; what was saved before"),
     (MemoryError(), "a.py: out of memory; a smaller --batch-size"),
-    (
-        RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "),
-        "a.py: DataLoader worker (pid 7)",
-    ),
+    (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "), "a.py: DataLoader worker (pid 7)"),
     (torch.OutOfMemoryError("CUDA out of memory. Tried\nx"), "a.py: out of memory (CUDA out of memory. Tried); a sm"),
     (RuntimeError("DefaultCPUAllocator: can't allocate memory " + 30 * "12345 "), f"a.py: {FULL} ...); a smaller"),
     (RuntimeError("batch 7 fails: Can't allocate 9 bytes on device 0."), "a.py: out of memory (batch 7 fails: Can't"),

@@ -99,13 +99,8 @@ def test_folders_that_cannot_be_written_to(tmp_path):
 def test_shares_of_bad_files_and_how_they_are_named(tmp_path):
     """At most 20, or a share of all files, those counted that have no number."""
     data = Data(999)
-    for count, share, right in (
-        (49, 0.05, True),
-        (50, 0.05, False),
-        (19, 0.001, True),
-        (20, 0.001, False),
-        (0, 0, False),
-    ):
+    cases = (49, 0.05, True), (50, 0.05, False), (19, 0.001, True), (20, 0.001, False), (0, 0, False)
+    for count, share, right in cases:
         bad = dict.fromkeys(range(count), "why\n")
         if right:
             check_share(RunConfig(max_bad=share), "--data X", data, bad)

@@ -106,14 +106,8 @@ def test_any_number_of_ranks_finds_the_same(labelled, monkeypatch):
     monkeypatch.setattr(knn, "_QUERIES", 3)
     monkeypatch.setattr(knn, "_BYTES", 4 * 3 * 30)
     vit = create_encoder("vit_tiny_patch16_224", sincos=True, frozen_patch_embed=False, seed=0, img_size=16, patch_size=8, depth=1, num_classes=0)  # fmt: skip # noqa: E501
-    how = {
-        "bank": 40,
-        "queries": 11,
-        "mean": (0.5,) * 3,
-        "std": (0.2,) * 3,
-        "device": torch.device("cpu"),
-        "threads": 1,
-    }
+    how = {"bank": 40, "queries": 11, "mean": (0.5,) * 3, "std": (0.2,) * 3}
+    how |= {"device": torch.device("cpu"), "threads": 1}
 
     def scores(ranks):
         return knn.compare({"it": vit}, labelled, labelled, known_bad={7: "why"}, ranks=ranks, **how)
