@@ -30,36 +30,6 @@ _MANIFEST = "toy.json"
 _LATTICE = [(np.cos(a), np.sin(a)) for a in (0.0, 2 * np.pi / 3, 4 * np.pi / 3)]
 
 
-# Silhouettes: coordinates in units of the object's radius, shape [n, side, side] -> about the signed distance to the
-# outline, negative inside. ``_unit`` brings all of them to the same area.
-
-
-def _disc(u, v):
-    return np.hypot(u, v) - 1
-
-
-def _ring(u, v):
-    return np.abs(np.hypot(u, v) - 0.7) - 0.3
-
-
-def _crescent(u, v):
-    return np.maximum(np.hypot(u, v) - 1, 0.75 - np.hypot(u - 0.6, v))
-
-
-def _square(u, v):
-    return np.maximum(np.abs(u), np.abs(v)) - 0.75
-
-
-def _cross(u, v):
-    short, long = np.minimum(np.abs(u), np.abs(v)), np.maximum(np.abs(u), np.abs(v))
-    return np.maximum(short - 0.32, long - 0.95)
-
-
-def _heart(u, v):
-    lobes = np.hypot(np.abs(u) - 0.42, v - 0.3) - 0.5
-    return np.minimum(lobes, np.maximum(np.abs(u) * 0.8 - v * 0.6 - 0.656, v - 0.1))
-
-
 def _folded(u, v, sides):
     """The plane folded onto one slice of a shape with ``sides`` equal corners: along its axis, across it."""
     radius, slice_ = np.hypot(u, v), 2 * np.pi / sides
@@ -67,12 +37,9 @@ def _folded(u, v, sides):
     return radius * np.cos(angle), radius * np.sin(angle)
 
 
-def _triangle(u, v):
-    return _folded(u, v, 3)[0] - 0.55
-
-
-def _hexagon(u, v):
-    return _folded(u, v, 6)[0] - 0.85
+def _heart(u, v):
+    lobes = np.hypot(np.abs(u) - 0.42, v - 0.3) - 0.5
+    return np.minimum(lobes, np.maximum(np.abs(u) * 0.8 - v * 0.6 - 0.656, v - 0.1))
 
 
 def _star(u, v):
@@ -80,66 +47,35 @@ def _star(u, v):
     return along * 0.6 + across * 0.8 - 0.6
 
 
-def _flower(u, v):
-    return np.hypot(u, v) - 0.8 - 0.22 * np.cos(6 * np.arctan2(v, u))
-
-
-# Textures: coordinates in radians, one period of the pattern being 2 pi -> height, ink where it is positive.
-
-
-def _striped(x, y):
-    return np.sin(x)
-
-
-def _wavy(x, y):
-    return np.sin(x + 2 * np.sin(y))
-
-
-def _checked(x, y):
-    return 2 * np.sin(x) * np.sin(y)
-
-
-def _dotted(x, y):
-    return sum(np.cos(a * x + b * y) for a, b in _LATTICE) - 0.2
-
-
-def _tiled(x, y):
-    return 2 * sum(np.sin(a * x + b * y) for a, b in _LATTICE)
-
-
-def _gridded(x, y):
-    return 2 * np.maximum(np.cos(x), np.cos(y)) - 1.2
-
-
-def _bricked(x, y):
-    row = np.floor(y / np.pi)
-    return 2 * np.maximum(np.cos(2 * y), np.cos(x + np.pi * row)) - 1.2
-
-
-def _rippled(x, y):
-    return np.sin(np.hypot(x, y))
-
-
-def _spoked(x, y):
-    return 1.5 * np.sin(9 * np.arctan2(y, x))
-
-
-def _swirled(x, y):
-    return np.sin(np.hypot(x, y) + 4 * np.arctan2(y, x))
-
-
-CLASSES = {
-    "striped-disc": (_striped, _disc),
-    "checked-square": (_checked, _square),
-    "dotted-triangle": (_dotted, _triangle),
-    "wavy-heart": (_wavy, _heart),
-    "gridded-cross": (_gridded, _cross),
-    "rippled-flower": (_rippled, _flower),
-    "spoked-ring": (_spoked, _ring),
-    "swirled-star": (_swirled, _star),
-    "bricked-hexagon": (_bricked, _hexagon),
-    "tiled-crescent": (_tiled, _crescent),
+# Coordinates in radians, one period of the pattern being 2 pi -> height, ink where it is positive.
+_TEXTURES = {
+    "striped": lambda x, y: np.sin(x),
+    "checked": lambda x, y: 2 * np.sin(x) * np.sin(y),
+    "dotted": lambda x, y: sum(np.cos(a * x + b * y) for a, b in _LATTICE) - 0.2,
+    "wavy": lambda x, y: np.sin(x + 2 * np.sin(y)),
+    "gridded": lambda x, y: 2 * np.maximum(np.cos(x), np.cos(y)) - 1.2,
+    "rippled": lambda x, y: np.sin(np.hypot(x, y)),
+    "spoked": lambda x, y: 1.5 * np.sin(9 * np.arctan2(y, x)),
+    "swirled": lambda x, y: np.sin(np.hypot(x, y) + 4 * np.arctan2(y, x)),
+    "bricked": lambda x, y: 2 * np.maximum(np.cos(2 * y), np.cos(x + np.pi * np.floor(y / np.pi))) - 1.2,
+    "tiled": lambda x, y: 2 * sum(np.sin(a * x + b * y) for a, b in _LATTICE),
 }
+# Coordinates in units of the object's radius, shape [n, side, side] -> about the signed distance to the outline,
+# negative inside. ``_unit`` brings all of them to the same area.
+_SILHOUETTES = {
+    "disc": lambda u, v: np.hypot(u, v) - 1,
+    "square": lambda u, v: np.maximum(np.abs(u), np.abs(v)) - 0.75,
+    "triangle": lambda u, v: _folded(u, v, 3)[0] - 0.55,
+    "heart": _heart,
+    "cross": lambda u, v: np.maximum(np.minimum(np.abs(u), np.abs(v)) - 0.32, np.maximum(np.abs(u), np.abs(v)) - 0.95),
+    "flower": lambda u, v: np.hypot(u, v) - 0.8 - 0.22 * np.cos(6 * np.arctan2(v, u)),
+    "ring": lambda u, v: np.abs(np.hypot(u, v) - 0.7) - 0.3,
+    "star": _star,
+    "hexagon": lambda u, v: _folded(u, v, 6)[0] - 0.85,
+    "crescent": lambda u, v: np.maximum(np.hypot(u, v) - 1, 0.75 - np.hypot(u - 0.6, v)),
+}
+_PAIRS = zip(_TEXTURES.items(), _SILHOUETTES.items(), strict=True)  # a class each, in this order
+CLASSES = {f"{textured}-{shape}": (texture, silhouette) for (textured, texture), (shape, silhouette) in _PAIRS}
 
 
 @functools.cache
