@@ -107,12 +107,8 @@ def draw(rows: list[dict], file: Path) -> None:
     from matplotlib import pyplot
 
     figure, (tuned, frozen) = pyplot.subplots(1, 2, figsize=(9, 4.6), layout="constrained", sharey=True)
-    panels = {
-        "fine-tuned": (tuned, "^-"),
-        "from scratch": (tuned, "x--"),
-        "linear probe": (frozen, "o-"),
-        "k-NN": (frozen, "s:"),
-    }
+    panels = {"fine-tuned": (tuned, "^-"), "from scratch": (tuned, "x--")}
+    panels |= {"linear probe": (frozen, "o-"), "k-NN": (frozen, "s:")}
     arms = list(dict.fromkeys(row["method"].rpartition(", ")[0] for row in rows))
     counts = sorted({row["labels"] for row in rows})
     for method in dict.fromkeys(row["method"] for row in rows):

@@ -8,15 +8,6 @@ from .loss import contrastive_loss
 from .optimizer import Optimizer
 
 __all__ = [
-    "FlatParameters",
-    "KeyNetwork",
-    "Optimizer",
-    "QueryNetwork",
-    "by_class_token",
-    "clip_units",
-    "contrastive_loss",
-    "create_encoder",
-    "encode",
-    "patch_grid",
-    "timm_arguments",
-]
+    "FlatParameters", "KeyNetwork", "Optimizer", "QueryNetwork", "by_class_token", "clip_units", "contrastive_loss",
+    "create_encoder", "encode", "patch_grid", "timm_arguments",
+]  # fmt: skip

@@ -73,12 +73,8 @@ def pack(vit: VisionTransformer) -> None:
 
 def timm_arguments(*, image_size: int, patch_size: int, depth: int) -> dict[str, int]:
     """Arguments of ``timm.create_model`` beside the name; ``patch_size`` and ``depth`` of 0 mean the model's own."""
-    arguments = {"img_size": image_size, "num_classes": 0}
-    if patch_size:
-        arguments["patch_size"] = patch_size
-    if depth:
-        arguments["depth"] = depth
-    return arguments
+    own = {"patch_size": patch_size, "depth": depth}
+    return {"img_size": image_size, "num_classes": 0} | {name: value for name, value in own.items() if value}
 
 
 def create_encoder(name: str, *, sincos: bool, frozen_patch_embed: bool, seed: int, **arguments) -> VisionTransformer:

@@ -1,6 +1,7 @@
 """Projector and predictor, and the two networks of the method: the one that learns and the one that gives keys."""
 
 import copy
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -63,15 +64,9 @@ def mlp(width: int, hidden: int, out: int, layers: int) -> nn.Sequential:
     parameters."""
     widths = [width, *[hidden] * (layers - 1), out]
     modules: list[nn.Module] = []
-    for number in range(layers):
-        last = number == layers - 1
-        modules += [
-            nn.Linear(widths[number], widths[number + 1], bias=False),
-            BatchNorm(widths[number + 1], affine=not last),
-        ]
-        if not last:
-            modules.append(nn.ReLU(inplace=True))
-    return nn.Sequential(*modules)
+    for number, (i, o) in enumerate(pairwise(widths), 1):
+        modules += [nn.Linear(i, o, bias=False), BatchNorm(o, affine=number < layers), nn.ReLU(inplace=True)]
+    return nn.Sequential(*modules[:-1])
 
 
 def spread(features: Tensor) -> Tensor:

@@ -343,10 +343,6 @@ def _pattern(pattern):
             f"{pattern}: {len(missing)} of {len(names)} files are missing, first: {missing[0]}; expected all of them"
         )
     if _kind(names[0]) not in _KINDS or len(set(map(_kind, names))) > 1:
-        why = (
-            UNPACK
-            if _PACKED.fullmatch(names[0])
-            else "expected a pattern of .tar, or of .parquet, files; of images, their folder or a list"
-        )
-        raise ValueError(f"{pattern}: {why}")
+        why = "expected a pattern of .tar, or of .parquet, files; of images, their folder or a list"
+        raise ValueError(f"{pattern}: {UNPACK if _PACKED.fullmatch(names[0]) else why}")
     return root, names
