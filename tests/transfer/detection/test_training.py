@@ -16,17 +16,14 @@ from model import create_encoder, timm_arguments
 from model.encoder import sincos_position_embedding
 from model.export import export_model
 from run.ranks import Ranks
+from tests.run.test_loop import ALONE
+from tests.transfer.detection.test_detector import SMALL
 from transfer.detection.detector import create_detector
 from transfer.detection.recipes import RECIPES, SPLITS, DetectionConfig, learning_rate
 from transfer.detection.scenes import make_scenes
 from transfer.detection.training import DetectorTraining, new_detector, new_optimizer, open_data
 
 pytest.importorskip("pycocotools")
-
-ALONE = Ranks(0, 1, 1, torch.device("cpu"))
-SMALL = dataclasses.replace(
-    RECIPES["toy"], device="cpu", depth=1, width=8, batch_size=4, epochs=1, image_size=64, proposals=16, drop_path=0.2
-)
 
 
 def test_every_option_is_read_somewhere():
