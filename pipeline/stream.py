@@ -54,7 +54,7 @@ class Augmentation:
             pair = getattr(self, name)
             _require(name, pair, lambda x, top=top: 0 < x <= top and x < math.inf, f"0 < low <= high <= {top}")
             if pair[0] > pair[1]:
-                raise ValueError(f"augmentation {name}={pair!r}: low is above high")
+                raise ValueError(f"--{name.replace('_', '-')} {pair}: expected the lower number first")
 
     def draw(self, sizes: np.ndarray, sample: np.ndarray, seed: int, epoch: int) -> "Draw":
         """Parameters of both views of ``sample`` (int64 [m]), upright images of ``sizes`` (int [m,2]; h, w)."""
@@ -91,9 +91,11 @@ def _require(name, value, valid, expected):
     """Raise ValueError unless ``valid`` holds for the number, or for both numbers of the pair, ``value``."""
     pair = name in ("area", "aspect", "blur_p", "blur_sigma", "solarise_p")
     if pair and (not isinstance(value, (tuple, list)) or len(value) != 2):
-        raise ValueError(f"augmentation {name}={value!r}: expected two numbers")
-    if not all(valid(x) for x in (value if pair else (value,))):
-        raise ValueError(f"augmentation {name}={value!r}: expected {expected}")
+        right, expected = False, "two numbers"
+    else:
+        right = all(valid(x) for x in (value if pair else (value,)))
+    if not right:
+        raise ValueError(f"--{name.replace('_', '-')} {value}: expected {expected}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ import numpy as np
 
 from kernels.philox import Purpose, philox, split64, stream_key
 from pipeline import graph, stream
+from run.recipes import check
 
 OPERATIONS, IDENTITY = 14, 13  # in DALI's suite of RandAugment: their number, and that of the one that does nothing
 BINS = 31  # their magnitudes: 0 is none, 30 is full
@@ -34,14 +35,10 @@ class LabelledAugmentation:
     def __post_init__(self):
         for name, top in (("area", 1), ("aspect", math.inf)):
             low, high = getattr(self, name)
-            if not 0 < low <= high <= top or high == math.inf:
-                raise ValueError(f"augmentation {name}={(low, high)}: expected 0 < low <= high <= {top}")
-        for name, top in (("flip_p", 1), ("operation_p", 1), ("magnitude", 10), ("magnitude_std", 10)):
-            if not 0 <= getattr(self, name) <= top:
-                raise ValueError(f"augmentation {name}={getattr(self, name)}: expected 0 to {top}")
-        for name, top in (("padding", 1024), ("operations", 8)):
-            if not 0 <= getattr(self, name) <= top:
-                raise ValueError(f"augmentation {name}={getattr(self, name)}: expected 0 to {top}")
+            check(0 < low <= high <= top and high < math.inf, self, name, f"0 < low <= high <= {top}")
+        tops = {"flip_p": 1, "operation_p": 1, "magnitude": 10, "magnitude_std": 10, "padding": 1024, "operations": 8}
+        for name, top in tops.items():
+            check(0 <= getattr(self, name) <= top, self, name, f"0 to {top}")
 
     def draw(self, sizes: np.ndarray, sample: np.ndarray, seed: int, epoch: int) -> "LabelledDraw":
         """Parameters of ``sample`` (int64 [m]), upright images of ``sizes`` (int [m,2]; h, w)."""

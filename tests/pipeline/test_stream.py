@@ -175,20 +175,20 @@ def test_defaults_are_those_of_the_table():
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        ({"area": (0.5, 0.1)}, "low is above high"),
+        ({"area": (0.5, 0.1)}, "^--area \\(0.5, 0.1\\): expected the lower number first"),
         ({"area": (0.0, 1.0)}, "area"),
         ({"area": (0.1, 1.5)}, "area"),
         ({"aspect": (0.75,)}, "two numbers"),
-        ({"flip_p": 1.1}, "flip_p=1.1"),
-        ({"jitter_p": float("nan")}, "jitter_p"),
+        ({"flip_p": 1.1}, "^--flip-p 1.1: expected"),
+        ({"jitter_p": float("nan")}, "jitter-p"),
         ({"brightness": -0.1}, "brightness"),
         ({"hue": 0.6}, "hue"),
         ({"blur_p": 0.5}, "two numbers"),
-        ({"blur_sigma": (0.0, 2.0)}, "blur_sigma"),
-        ({"solarise_p": (0.0, -0.2)}, "solarise_p"),
+        ({"blur_sigma": (0.0, 2.0)}, "blur-sigma"),
+        ({"solarise_p": (0.0, -0.2)}, "solarise-p"),
         ({"aspect": (1.0, math.inf)}, "aspect"),
         ({"contrast": math.inf}, "contrast"),
-        ({"blur_sigma": (1.0, 100.1)}, "blur_sigma"),
+        ({"blur_sigma": (1.0, 100.1)}, "blur-sigma"),
     ],
 )
 def test_augmentation_names_what_is_out_of_range(wrong, message):

@@ -103,7 +103,7 @@ def test_values_out_of_range_are_refused_by_name(name):
     for value in taken:
         assert getattr(LabelledAugmentation(**{name: value}), name) == value
     for value in refused:
-        with pytest.raises(ValueError, match=re.escape(f"augmentation {name}={value}: expected 0 ")):
+        with pytest.raises(ValueError, match=re.escape(f"--{name.replace('_', '-')} {value}: expected 0 ")):
             LabelledAugmentation(**{name: value})
 
 
