@@ -150,10 +150,11 @@ class Config(ImagesConfig):
     compress_gradients: bool = False
     """Exchange gradients between ranks in bfloat16: half the bytes. Not with --fsdp."""
     grad_checkpointing: bool = False
-    """Compute the activations of each block again in the backward pass: less memory, a third more work."""
+    """Compute the activations of each block again in the backward pass: less memory, a third more work (a
+    quarter with a momentum encoder)."""
     accumulate: int = 1
     """Keep the encoder's activations of one of so many pieces of a rank's images at a time, for batches that a GPU does
-    not hold: the same step, a third more work. It has to divide a rank's images."""
+    not hold: the same step, a third more work (a quarter with a momentum encoder). It has to divide a rank's images."""
     cuda_graph: bool = True
     """On a GPU, record the optimizer step and launch it as a whole. Nothing changes with --fsdp or on a CPU."""
 
