@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -238,11 +239,17 @@ def _weights(path: Path) -> dict[str, Tensor]:
     """The state dict in a file; nested ones and the prefixes of wrappers as timm knows them."""
     try:
         path.open("rb").close()  # what may not be read safetensors takes for absent
-        state = timm.models.load_state_dict(str(path), weights_only=True)
+        with warnings.catch_warnings(action="ignore"):  # of what it looks like; an error says more
+            state = timm.models.load_state_dict(str(path), weights_only=True)
     except OSError:
         raise
     except Exception as error:  # whatever safetensors, zip, pickle or torch find wrong with it
-        raise ValueError(f"{path} is no checkpoint that can be read safely: {error}") from None
+        # Behind its first sentence torch proposes to read it unsafely. An empty file has none.
+        why = re.split(r"\n|\. (?=[A-Z])", str(error))[0] or type(error).__name__
+        raise ValueError(
+            f"{path} is no checkpoint that can be read safely ({why}); expected tensors by name, as torch.save or "
+            "safetensors writes a state_dict"
+        ) from None
     if not all(isinstance(tensor, Tensor) for tensor in state.values()):
         raise ValueError(f"{path} holds {', '.join(list(state)[:5])}; expected the weights of a model by name")
     return state
