@@ -97,8 +97,9 @@ def check_folder(config: RunConfig) -> None:
     if not there.is_dir():
         what = "is a file" if there == output else f"is below {there}, which is a file"
         raise ValueError(f"--output {config.output} {what}; expected a folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"--output {config.output}: {there} cannot be written to; expected a folder that can")
+    for folder in (there, output / "checkpoints"):  # the latter as another user may have left it
+        if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
+            raise ValueError(f"--output {config.output}: {folder} cannot be written to; expected a folder that can")
 
 
 def open_output(config: RunConfig, index: Data, ranks: Ranks) -> Opened:

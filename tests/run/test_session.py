@@ -90,7 +90,10 @@ def test_folders_that_cannot_be_written_to(tmp_path):
     refused("is below", RunConfig(output=tmp_path / "file" / "run"))
     if os.geteuid():  # root may write everywhere
         (tmp_path / "locked").mkdir(mode=0o500)
-        refused("cannot be written to", RunConfig(output=tmp_path / "locked"))
+        refused("locked cannot be written to", RunConfig(output=tmp_path / "locked"))
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "checkpoints").mkdir(mode=0o500)
+        refused("checkpoints cannot be written to", RunConfig(output=tmp_path / "run"))
     (tmp_path / "config.json").touch()
     (tmp_path / "checkpoints").touch()
     refused("cannot be made (File exists)", RunConfig(output=tmp_path))
