@@ -90,8 +90,7 @@ STAGES = {
     ),
     2: (
         # Behind no tests: each is compared with the step before it is timed, and says what came of it.
-        Part("variants", f"{STEP_S} 512 --turns 5 --variants bias-sums both-views compiled-loss", 220),
-        Part("step_vit_s_compiled", f"{STEP_S} 512 --modes compiled", 60, where="gpu"),
+        Part("variants", f"{STEP_S} 512 --turns 5 --variants bias-sums kernel-memsets both-views compiled-loss", 240),
     ),
     3: (
         Part("data_tests", f"gpu_tests --files {DATA_TESTS}", 120),
@@ -108,6 +107,7 @@ STAGES = {
         Part("program_tests", f"gpu_tests --workers 3 --files {PROGRAM_TESTS}", 150),
         Part("step_vit_b", f"{STEP_B} 512 --modes graph", 120, where="gpu"),
         Part("kinds", "kinds", 75),
+        Part("step_vit_s_compiled", f"{STEP_S} 512 --modes compiled", 60, where="gpu"),
     ),
     6: (
         Part("waits", "waits", 150, images=True),

@@ -11,10 +11,11 @@
 #   1  machine 12: clocks, ceilings; gpu_tests 85: the step and its kernels against the reference, in 8 processes;
 #      step_vit_s 65: batch 512 as a CUDA graph, with a trace; kernels 37; passes 35: what lies between
 #      the products                                                                                         234 s
-#   2  variants 200: what should save more of a step, alone and together; step_vit_s_compiled 35            235 s
+#   2  variants 235: what should save more of a step, alone and together                                    235 s
 #   3  data_tests 93: the decoder's memory, loader, train.py; train 54: train.py end to end; pipeline 45    192 s
 #   4  products 60; sanitizer 90; counters 45; collectives 45                                                240 s
-#   5  program_tests 60: resuming, fine-tuning, detection; step_vit_b 80; kinds 50: kinds of JPEG           190 s
+#   5  program_tests 60: resuming, fine-tuning, detection; step_vit_b 80; kinds 50: kinds of JPEG;
+#      step_vit_s_compiled 35                                                                               225 s
 #   6  waits 105: what train.py waits for, in several ways and with a trace; variants_later 125             230 s
 #
 # 3, 5 and 6 need DALI and tyro (program_tests pycocotools too), the others torch, triton, timm, rich and pytest. IMAGES

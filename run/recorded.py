@@ -33,7 +33,7 @@ class Recorded:
         self.function, self.clean = function, clean
         self.calls, self.failed = 0, False
         self.graphs: dict[tuple[int, ...], tuple] = {}  # address: graph, results, and arguments, so that they stay
-        self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        self.stream, self.pool, self.kind = torch.cuda.Stream(), torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph
         _ALIVE.add(self)
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -57,7 +57,7 @@ class Recorded:
         return results
 
     def _record(self, address: tuple[int, ...], tensors: tuple[Tensor, ...]) -> None:
-        graph = torch.cuda.CUDAGraph()
+        graph = self.kind()
         # The decoder's threads allocate meanwhile, which the mode "global" would not let them.
         how = {"pool": self.pool, "stream": self.stream, "capture_error_mode": "thread_local"}
         try:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.products import NO_GPU, without_fp8
-from bench.variants import blocks
+from bench.variants import blocks, memsets
 from model import key_mlp
 from model.encoder import PackedAttention
 from model.faster import ForeignBias
@@ -92,6 +92,10 @@ def fp8_keys(training: Training, _, keys: nn.Module) -> None:
     training.key = scaled
 
 
+def kernel_memsets(training: Training, *_) -> None:
+    training.recorded.kind = memsets.Graph
+
+
 def anywhere(training: Training) -> str:
     return ""
 
@@ -108,6 +112,10 @@ def on_gpu(training: Training) -> str:
     return "" if training.on_gpu else NO_GPU
 
 
+def in_a_graph(training: Training) -> str:
+    return on_gpu(training) or ("" if training.recorded else "steps are not recorded")
+
+
 def with_fp8(training: Training) -> str:
     return with_keys(training) or (without_fp8(training.device) if training.on_gpu else "")
 
@@ -117,6 +125,7 @@ VARIANTS = (
     Variant("both-views", "batch normalisation of both views at once", (0.1, 0.1), both_views, anywhere),
     Variant("bias-sums", "columns summed in GELU's backward, and those of keys not (queries)", (0.56, 1.1), bias_sums,
             anywhere),
+    Variant("kernel-memsets", "small memsets of the graph as kernels", (0.2, 0.2), kernel_memsets, in_a_graph),
     Variant("compiled-loss", "the loss compiled too", (0.08, 0.08), compiled_loss, on_gpu),
     Variant("key-gelu", "GELU in cuBLASLt's epilogue (keys, tanh form)", (1.2, 2.7), key_gelu, with_exact_keys, 0.999,
             place="MLP of keys"),

@@ -1,5 +1,6 @@
 """What no GPU has shown to pay yet is right all the same: each variant against the step that it changes."""
 
+import ctypes
 import dataclasses
 import json
 import os
@@ -14,7 +15,7 @@ from torch import nn
 
 from bench import step
 from bench.step import Synthetic
-from bench.variants import blocks, columns, turns
+from bench.variants import blocks, columns, memsets, turns
 from bench.variants.changes import BY_NAME, VARIANTS, apply, compatible
 from bench.variants.turns import SMALL, course
 from kernels.residual_norm import Tile
@@ -44,13 +45,13 @@ def test_variants_take_the_steps_of_the_base(tmp_path, capsys):
     together = rows["together"]
     assert set(rows) == {*BY_NAME, "together"}
     for row in rows.values():
-        missing = row["name"] == "compiled-loss"
+        missing = row["name"] in ("kernel-memsets", "compiled-loss")
         assert ("not_run" in row) == missing and row.get("within") == (None if missing else True), row
     assert "key-gelu" in together["applied"] and "fp8-keys" not in together["applied"]
     places = [BY_NAME[name].place or name for name in together["applied"]]
-    assert len(places) == len(set(places)) == len({variant.place or variant.name for variant in VARIANTS}) - 1
+    assert len(places) == len(set(places)) == len({variant.place or variant.name for variant in VARIANTS}) - 2
     texts = [row["result"] for row in json.loads(path.read_text())["findings"]]
-    assert sum(text.startswith("not run: needs an NVIDIA GPU") for text in texts) == 1
+    assert sum(text.startswith("not run: needs an NVIDIA GPU") for text in texts) == 2
     assert step.main(["--smoke", "--variants", "key-gelu", "gelu"]) == 2
     assert "--variants gelu: expected some of both-views, " in capsys.readouterr().err
 
@@ -130,6 +131,64 @@ def test_columns_of_gelus_gradient(of, tmp_path):
     wanted = torch.autograd.grad(nn.functional.gelu(inputs[0] + bias - bias.detach()), inputs, gradient.double())
     assert len(parts) == columns.shares(39, 200, of)[0] == (5 if of == columns.TILES[0] else 2)
     torch.testing.assert_close((out.double(), parts.sum(0).double()), wanted, rtol=1e-5, atol=1e-5)
+
+
+class Library:
+    """What ``memsets`` calls of CUDA, on a graph of {node: what it is} and {(from, to): data of the edge}."""
+
+    def __init__(self, nodes, edges):
+        self.nodes, self.edges = nodes, edges
+
+    def listed(self, found, nodes, count, data=None):
+        for place, (node, of) in enumerate(found if nodes else ()):
+            nodes[place] = node
+            if data:
+                data[place] = of
+        count._obj.value = len(found)
+
+    def cuGraphGetNodes(self, _, nodes, count):
+        self.listed([(node, 0) for node in self.nodes], nodes, count)
+
+    def cuGraphNodeGetType(self, node, kind):
+        kind._obj.value = 2 * isinstance(self.nodes[node.value], memsets.Memset)
+
+    def cuGraphMemsetNodeGetParams(self, node, found):
+        ctypes.pointer(found._obj)[0] = self.nodes[node.value]
+
+    def cuGraphNodeGetDependencies_v2(self, node, nodes, data, count):
+        self.listed([(a, of) for (a, b), of in self.edges.items() if b == node.value], nodes, count, data)
+
+    def cuGraphNodeGetDependentNodes_v2(self, node, nodes, data, count):
+        self.listed([(b, of) for (a, b), of in self.edges.items() if a == node.value], nodes, count, data)
+
+    def cuGraphAddKernelNode_v2(self, new, _, before, count, launch):
+        new._obj.value = max(self.nodes) + 1
+        given = [ctypes.cast(launch._obj.parameters[i], ctypes.POINTER(ctypes.c_uint64))[0] for i in (0, 2, 3)]
+        size = ctypes.cast(launch._obj.parameters[1], ctypes.POINTER(ctypes.c_int))[0]
+        self.nodes[new._obj.value] = launch._obj.function, *launch._obj.grid, *launch._obj.block, size, *given
+        self.edges |= {(node, new._obj.value): 0 for node in before[: count.value]}
+
+    def cuGraphAddDependencies_v2(self, _, begin, end, data, count):
+        self.edges |= dict(zip(zip(begin[: count.value], end, strict=True), data, strict=True))
+
+    def cuGraphDestroyNode(self, node):
+        del self.nodes[node.value]
+        self.edges = {edge: data for edge, data in self.edges.items() if node.value not in edge}
+
+
+def test_memsets_become_kernels():
+    """In their place, those of a few bytes of 0; what the edges behind them carry is kept."""
+    large, of_ones, two_rows = (memsets.Memset(8, 0, *of) for of in ((0, 1, 129, 1), (1, 1, 4, 1), (0, 1, 4, 2)))
+    small, first = memsets.Memset(4096, 0, 0, 4, 3, 1), memsets.Memset(64, 0, 0, 1, 128, 1)
+    nodes = {1: "kernel", 2: small, 3: "kernel", 4: large, 5: of_ones, 6: two_rows, 7: first, 8: "kernel"}
+    edges = {(1, 2): 0, (8, 2): 0, (2, 3): 5, (2, 4): 0, (4, 5): 0, (5, 6): 0, (7, 1): 0}
+    library = Library(dict(nodes), dict(edges))
+    assert memsets.to_kernels(library, 99, 77) == 2
+    new = {2: 9, 7: 10}
+    assert library.edges == {(new.get(a, a), new.get(b, b)): data for (a, b), data in edges.items()}
+    assert library.nodes == {n: of for n, of in nodes.items() if n not in new} | {
+        9: (77, 1, 1, 1, 32, 1, 1, 12, 4096, 0, 0), 10: (77, 1, 1, 1, 32, 1, 1, 128, 64, 0, 0)
+    }  # fmt: skip
 
 
 def test_fp8_numbers():
