@@ -44,7 +44,7 @@ STAGES = {  # keys that the result of each part has to have, where it is run
         "products": {"rows", "best_flop_per_second"}, "sanitizer": {"rows", "not_run"},
         "counters": {"rows", "not_run"}, "collectives": {"alone", "two"},
     },
-    5: {"program_tests": TESTS, "kinds": {"rows"}, "step_vit_b": STEP, "step_vit_s_compiled": STEP},
+    5: {"program_tests": TESTS, "kinds": {"rows"}, "step_vit_b": STEP},
     6: {"waits": {"runs"}},
 }  # fmt: skip
 # All parts in one process, where each would import torch again; first those that have to do without DALI and tyro.
