@@ -336,7 +336,7 @@ def _pattern(pattern):
         paths = list(itertools.chain.from_iterable(every))
     folder = os.path.dirname(re.split(r"\{\d|\*", pattern)[0])
     names = sorted(path[len(folder) :].lstrip("/") for path in paths)
-    root = Path(folder).resolve()
+    root = Path(os.path.realpath(folder))  # where a link leads to itself Path.resolve ends in a traceback
     missing = [name for name in names if not (root / name).is_file()]
     if missing:
         raise FileNotFoundError(

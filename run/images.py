@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import time
 from pathlib import Path
 
@@ -33,8 +34,9 @@ def open_data(
         training, evaluation = config.data, config.eval_data
         if training is None:
             training, evaluation = make_toy(TOY)
+        output = os.path.realpath(config.output)  # Path.resolve ends in a traceback where a link leads to itself
         for option, folder in (("--data", training), ("--eval-data", evaluation)):
-            if folder is not None and folder.is_dir() and folder.resolve() == config.output.resolve():
+            if folder is not None and folder.is_dir() and os.path.realpath(folder) == output:
                 raise ValueError(f"--output {config.output} is the folder of {option}; expected one of its own")
         cache = caches.place(config.index_cache, None if config.dry_run else config.output / "index")
         index, bad = _scan(config, ranks, "train", training, cache), {}

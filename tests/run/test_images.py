@@ -56,6 +56,8 @@ def test_evaluation_has_classes_of_training_and_with_labels_all_of_them(folder):
 def test_the_output_is_no_folder_of_images(folder):
     for options in ({"output": folder / "data"}, {"output": folder / "x" / "..", "eval_data": folder}):
         refused("is the folder of --", dataclasses.replace(config(folder), **options))
+    (folder / "loop").symlink_to(folder / "loop")
+    open_data(dataclasses.replace(config(folder), output=folder / "loop"), ALONE)  # refused where it is made
 
 
 def test_labels_are_asked_for_where_they_are_needed(folder):
