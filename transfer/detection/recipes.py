@@ -86,7 +86,8 @@ class DetectionConfig(RunConfig):
         super().__post_init__()
         for name in ("width", "clip"):
             check(0 < getattr(self, name) < math.inf, self, name, "a number above 0")
-        for name in ("patch_size", "depth", "workers", "window", "warmup_steps"):
+        check(0 <= self.workers <= 1024, self, "workers", "0 to 1024")  # processes, all of which are started
+        for name in ("patch_size", "depth", "window", "warmup_steps"):
             check(getattr(self, name) >= 0, self, name, "0 or more")
         whole = self.image_size > 0 and self.image_size % STRIDES[-1] == 0
         check(whole, self, "image_size", f"a multiple of {STRIDES[-1]}")

@@ -48,7 +48,7 @@ BOUNDS = {  # option: values that are taken, values that are refused
     "clip": ((0.1, 8), (0, -1, math.inf, math.nan)),
     "patch_size": ((0, 8), (-1,)),
     "depth": ((0, 8), (-1,)),
-    "workers": ((0, 8), (-1,)),
+    "workers": ((0, 8), (-1, 1025)),
     "window": ((0, 8), (-1,)),
     "warmup_steps": ((0, 8), (-1,)),
     "image_size": ((32, 96), (0, -32, 48)),
