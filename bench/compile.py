@@ -6,6 +6,7 @@ machine code (SASS) with the tools inside the triton package, for AMD from the a
 """
 
 import re
+import struct
 import subprocess
 import tempfile
 from collections import Counter
@@ -20,7 +21,7 @@ from kernels.compiled import compile_for
 
 CAPABILITIES = 80, 90, 100, 120
 AMD = GPUTarget("hip", "gfx942", 64)
-TOOL = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 # First match decides. Constants are "moves", also where the assembler makes them with an arithmetic unit.
 SASS = (
@@ -44,29 +45,45 @@ AMD_BITS = {"byte": 8, "short": 16, "dword": 32, "dwordx2": 64, "dwordx3": 96, "
 def compiled_rows():
     """Yield a row {target, kernel, registers, ...} for every kernel and target; bits of loads and stores as a dict."""
     for capability in CAPABILITIES:
-        for name, kernel in compile_for(capability):
-            yield {"target": f"sm_{capability}", "kernel": name} | _nvidia(kernel)
+        made = list(compile_for(capability))
+        for (name, kernel), row in zip(made, _nvidia([kernel for _, kernel in made]), strict=True):
+            yield {"target": f"sm_{capability}", "kernel": name} | row
             if capability == CAPABILITIES[0]:
                 amd = triton.compile(kernel.src, AMD, {"num_warps": kernel.metadata.num_warps})
                 yield {"target": AMD.arch, "kernel": name} | _amd(amd)
 
 
-def _nvidia(kernel) -> dict:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(kernel.asm["cubin"])
-        cubin.flush()
-        usage, sass = (_dump(cubin.name, flag) for flag in ("-res-usage", "-sass"))
-    used = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-    code = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*(?:\.\w+)*)", sass, re.MULTILINE)
-    return {
-        "registers": used["REG"],
-        "spilled_bytes": used["STACK"] + used["LOCAL"],
-        "shared_bytes": kernel.metadata.shared,
-    } | _mix(code, SASS, _sass_bits)
+def _nvidia(kernels) -> list[dict]:
+    """A row of each; all are for one target. One call disassembles them all: the tool takes half a second to begin."""
+    codes = [_machine_code(kernel.asm["cubin"]) for kernel in kernels]
+    target = re.search(r"^\.target sm_(\w+)", kernels[0].asm["ptx"], re.MULTILINE)[1]
+    sass = _said_of(b"".join(codes), "nvdisasm", "--binary", f"SM{target}")
+    said = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*(?:\.\w+)*)", sass, re.MULTILINE)
+    rows, start = [], 0
+    for kernel, length in zip(kernels, map(len, codes), strict=True):
+        usage = _said_of(kernel.asm["cubin"], "cuobjdump", "-res-usage")
+        used = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+        code = [word for place, word in said if start <= int(place, 16) < start + length]
+        start += length
+        rows.append({
+            "registers": used["REG"], "spilled_bytes": used["STACK"] + used["LOCAL"],
+            "shared_bytes": kernel.metadata.shared, **_mix(code, SASS, _sass_bits),
+        })  # fmt: skip
+    return rows
 
 
-def _dump(cubin: str, flag: str) -> str:
-    return subprocess.run([TOOL, flag, cubin], capture_output=True, text=True, check=True).stdout
+def _machine_code(cubin: bytes) -> bytes:
+    """Of an ELF file the sections that are executed."""
+    (start,), (size, count) = struct.unpack_from("<Q", cubin, 40), struct.unpack_from("<HH", cubin, 58)
+    headers = [struct.unpack_from("<8xQ8xQQ", cubin, start + number * size) for number in range(count)]
+    return b"".join(cubin[offset : offset + length] for flags, offset, length in headers if flags & 4)
+
+
+def _said_of(content: bytes, tool: str, *options: str) -> str:
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        return subprocess.run([TOOLS / tool, *options, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def _amd(kernel) -> dict:

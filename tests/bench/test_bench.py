@@ -18,7 +18,7 @@ from PIL import Image
 
 import kernels
 from bench import all as everything
-from bench import big, collectives, compile, counters, embed, environment, labels, learning, pipeline, sanitizer, train
+from bench import big, collectives, counters, embed, environment, labels, learning, pipeline, sanitizer, train
 from bench.__main__ import main
 from bench.kernels import GROUPS, POWER, SMOKE_SIZES, Size, batch_of_boxes, sample_one_by_one, sample_with_multinomial
 from bench.report import tables
@@ -277,25 +277,6 @@ def test_an_image_that_one_side_does_not_decode_is_left_out_of_all(tmp_path, pho
     assert list(index.paths) == ["0.jpg", "2.jpg", "3.jpg", "4.jpg", "5.jpg"]
     said = capsys.readouterr().err
     assert said.startswith("left out: 1.jpg: ") and said.endswith("; 2.bmp: torchvision does not decode it\n")
-
-
-def test_compiled_kernels(monkeypatch):
-    """For the kinds of NVIDIA's matrix units (those of 8.0 are those of 12.0), and for AMD."""
-    monkeypatch.setattr(compile, "CAPABILITIES", (90, 100, 120))
-    rows = list(compile.compiled_rows())
-    targets = {row["target"] for row in rows}
-    assert len(rows) == 52 and targets == {"sm_90", "sm_100", "sm_120", "gfx942"}
-    for row in rows:
-        assert row["spilled_bytes"] == row["spill_instructions"] == 0, row
-        if row["kernel"] == "gather_patches":  # 8 bytes a load (but for indices), 16 bytes a store, nothing shared
-            assert set(row["store_bits"]) == {128} and row["load_bits"][64] >= 3, row
-            assert row["shared_bytes"] == row["shared"] == 0, row
-        if row["kernel"] == "update":  # of six tensors the block is read, and written of five and of the copies
-            assert max(row["load_bits"]) == max(row["store_bits"]) == 128, row
-            assert row["load_bits"][128] >= 6 and row["store_bits"][128] >= 5, row
-        if row["kernel"] in ("attention", "attention_backward", "class_attention_backward", "norm_backward"):
-            assert max(row["load_bits"]) == 128 and max(row["store_bits"]) >= 64, row
-            assert bool(row["matrix"]) == row["kernel"].startswith("attention"), row
 
 
 def test_alternatives_sample_by_the_same_law():

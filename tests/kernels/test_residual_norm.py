@@ -80,7 +80,7 @@ def test_operator_contract():
 def test_compiled_for_an_h100(width):
     """Four programs share a multiprocessor, 16 bytes a load; sums in one order. (``bench compile`` has all kernels.)"""
     name, kernel = next(islice(compile_for(90, width=width), 11, None))
-    row = _nvidia(kernel)
+    [row] = _nvidia([kernel])
     assert name == "norm_backward" and row["spilled_bytes"] == row["spill_instructions"] == 0, row
     assert row["registers"] <= 128 and max(row["load_bits"]) == max(row["store_bits"]) == 128, row
     assert not re.search(r"\b(atom|red)\.", kernel.asm["ptx"])
