@@ -3,6 +3,7 @@
 import argparse
 import ast
 import dataclasses
+import functools
 import importlib
 import inspect
 import json
@@ -179,6 +180,7 @@ def _grouped(default: Options) -> type:
     return dataclasses.make_dataclass("Options", made)
 
 
+@functools.cache  # it is asked for each group of options
 def documented(kind: type) -> dict[str, str]:
     """{field: what its dataclass says of it, in a string below or in a comment beside it}."""
     found = {}

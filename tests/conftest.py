@@ -60,6 +60,16 @@ def index_cache(tmp_path_factory):
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_curves():
+    """No run draws its curves, which takes longer than the rest of most, but ``undisturbed``."""
+    from run.loop import Loop
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loop, "draw", lambda self: None)
+        yield
+
+
 @pytest.fixture(scope="session")
 def photos(tmp_path_factory) -> Path:
     """A folder of 48 JPEGs in three class folders; to be left as it is."""
@@ -233,7 +243,7 @@ def metrics(output):
 def undisturbed(photos, tmp_path_factory):
     """A run from start to end: 48 images, batches of 12, 2 epochs of 4 batches, 4 groups each: 32 steps."""
     output = tmp_path_factory.mktemp("runs") / "undisturbed"
-    done = train(photos, output, "--eval-data", photos, *MORE)
+    done = train(photos, output, "--eval-data", photos, *MORE, DRAWN="1")
     return output, done.stdout
 
 

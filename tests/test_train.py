@@ -1,5 +1,6 @@
 """The whole program, as a user calls it: on a CPU, on small images, with a small model."""
 
+import importlib.util
 import json
 import re
 import shutil
@@ -22,6 +23,7 @@ def test_run_leaves_what_the_readme_promises(undisturbed):
     names = {path.name for path in output.iterdir()}
     assert names >= {"config.json", "metrics.jsonl", "checkpoints", "rejected.jsonl", "encoder"}
     assert "encoder.partial" not in names
+    assert ("curves.png" in names) == (importlib.util.find_spec("matplotlib") is not None), said
     assert not walk(str(output.parent), str).names, "a folder of images passes over what it holds of a run"
     logged = [line for line in metrics(output) if "loss" in line]
     assert [line["step"] for line in logged] == [1, *range(3, 33, 3), 32]

@@ -212,6 +212,7 @@ def test_a_full_folder_of_temporary_files_is_said():
         "how = {'image_size': 8, 'batch_size': 1, 'threads': 1, 'device_id': None}\n"
         "graph.pipeline(iter([]), Augmentation().views(), **how)\n",
         check=1,
+        fresh=True,
     )
     assert "OSError: DALI cannot write to /" in done.stderr and "expected a few kB of room there" in done.stderr
 
