@@ -9,6 +9,7 @@ import torch
 from bench.findings import failure
 
 NO_KERNEL = "the profiler saw no kernel: it may not look at the GPU here (see the warning of CUPTI)"
+ON_CPU = 2**27, (1024, 2048)  # bytes that are copied, and sides of the products, that give a CPU's ceilings
 HEAD_START = 1_000_000  # clock cycles the GPU is kept waiting, so that the launches are queued when it begins: 0.5 ms
 
 
@@ -84,7 +85,7 @@ def copy_bandwidth(device: torch.device, seconds: float) -> dict:
 
     The percentiles are those of the time, so that at p20 is the highest rate.
     """
-    size = 2**30 if device.type == "cuda" else 2**27
+    size = 2**30 if device.type == "cuda" else ON_CPU[0]
     source = torch.empty(size, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
     times = measure({"copy": lambda: target.copy_(source)}, device, seconds=seconds, rounds=20)["copy"]
@@ -99,7 +100,7 @@ def matrix_product(device: torch.device, seconds: float, precision: str = "") ->
     """
     on_gpu = device.type == "cuda"
     dtype = getattr(torch, precision or ("bfloat16" if on_gpu else "float32"))
-    sizes, rates = (4096, 8192, 16384) if on_gpu else (1024, 2048), {}
+    sizes, rates = (4096, 8192, 16384) if on_gpu else ON_CPU[1], {}
     for side in sizes:
         a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
         out = torch.empty_like(a)

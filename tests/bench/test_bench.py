@@ -47,16 +47,21 @@ STAGES = {  # keys that the result of each part has to have, where it is run
     5: {"program_tests": TESTS, "kinds": {"rows"}, "step_vit_b": STEP},
     6: {"waits": {"runs"}},
 }  # fmt: skip
-# All parts in one process, where each would import torch again; first those that have to do without DALI and tyro.
-# ``--variants`` is run by a test of its own, and what differs from an earlier part in sizes alone is only parsed.
+# All parts in one process, where each would import torch again, and what they start in forks of it; first those that
+# have to do without DALI and tyro. ``--variants`` is run by a test of its own, and what differs from an earlier part in
+# sizes alone is only parsed.
 IN_ONE = """
-import contextlib, io, shutil, sys
+import contextlib, io, multiprocessing, os, shutil, subprocess, sys
 blocked = dict.fromkeys(["tyro", "nvidia.dali"])
 sys.modules |= blocked
-from bench import all as everything, step
+sys.path.insert(0, "tests")
+import forks
+from bench import all as everything, step, timing
 from bench.__main__ import main
+from torch.distributed.run import parse_args
 
-steps = []
+steps, started, forks._CONTEXT = [], subprocess.run, multiprocessing.get_context("fork")
+timing.ON_CPU = 2**20, (64, 128)
 
 def stream(command, limit, say):
     said, (subject, *arguments) = io.StringIO(), command[3:]
@@ -74,12 +79,24 @@ def stream(command, limit, say):
         say(line)
     return code
 
-everything.stream = stream
+def forked(command, **how):
+    if command[0] != sys.executable:
+        return started(command, **how)
+    words, ranks = command[1:], 1
+    if words[:2] == ["-m", "torch.distributed.run"]:
+        given = parse_args(words[2:])
+        assert given.module and given.standalone
+        words, ranks = ["-m", given.training_script, *given.training_script_args], int(given.nproc_per_node)
+    return forks.run(words, [{**os.environ}] * ranks, [forks.ROOT] * ranks, 600)
+
+everything.stream, subprocess.run = stream, forked
 for stage in (1, 2, 4, 3, 5, 6):
     print("STAGE", stage)
     if stage == 3:
         for name in blocked:
             del sys.modules[name]
+        from bench import waits
+        waits.alone = lambda work, *arguments: work(*arguments)
     if everything.main(["--smoke", "--limit", "600", "--stage", str(stage), "--out", "{folder}/" + str(stage)]):
         sys.exit(1)
 """
@@ -87,7 +104,7 @@ for stage in (1, 2, 4, 3, 5, 6):
 
 def test_stages_run_every_part(tmp_path):
     code = IN_ONE.replace("{folder}", str(tmp_path))
-    done = run_program("-c", code, fresh=True, CUDA_VISIBLE_DEVICES="")
+    done = run_program("-c", code, fresh=True, CUDA_VISIBLE_DEVICES="", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
     _, *stages = re.split(r"^STAGE (\d)$", done.stdout, flags=re.MULTILINE)
     assert sorted(stages[::2]) == [str(stage) for stage in STAGES]
     for stage, said in zip(stages[::2], stages[1::2], strict=True):
