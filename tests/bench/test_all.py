@@ -32,6 +32,7 @@ def test_no_speed_behind_failing_tests_and_on_after_failures(tmp_path, monkeypat
     monkeypatch.setattr(everything, "stream", shortened)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # which --smoke sets
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # that of hypothesis takes seconds
     assert everything.main(["--smoke", "--out", str(tmp_path)]) == 3
     out = capsys.readouterr().out
     ended = dict(re.findall(r"^(\w+) +\d+ s  (.*)$", out, re.MULTILINE))

@@ -66,6 +66,7 @@ def test_comparison_refuses(changes, message, tmp_path, capsys):
 
 
 def test_a_commit_is_held_to_the_tests_that_it_has(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # that of hypothesis takes seconds
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_x.py").write_text("def test_good(): pass\ndef test_bad(): assert False\n")
     for names, passes in ((("good",), True), (("good", "new"), True), (("new",), True), (("good", "bad"), False)):
