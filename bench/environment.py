@@ -74,7 +74,7 @@ def watched() -> Iterator[dict]:
     """What the first card says of itself every tenth of a second, in the mapping given, once all is over: ``of_card``.
     Nothing on a CPU."""
     found = {}
-    if not torch.cuda.is_available() or shutil.which("nvidia-smi") is None:
+    if not torch.cuda.is_available() or None in map(shutil.which, ("nvidia-smi", "stdbuf")):
         yield found
         return
     how = "--id=0", f"--query-gpu={WATCHED}", "--format=csv,noheader,nounits", "--loop-ms=100"

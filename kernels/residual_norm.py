@@ -44,7 +44,7 @@ TILES = (
     Tile(stages=2),
     Tile(1024, programs=924),
     Tile(1024, 4, 3, 924),
-    Tile(512, 2, 3, 1848),
+    Tile(2048, 8, 3, 396),
     Tile(512, 1, 3, 1056),
 )
 SUM = {"R": 256, "C": 8, "num_warps": 4}  # of the second pass: little to do for each of many programs
