@@ -6,7 +6,8 @@
 x [r,i], W [o,i], b [o], dy [r,o], all of one type. torch takes the algorithm that the library proposes first. Here its
 proposals are run when a shape comes for the first time, which must not be within the recording of a graph: those that
 fail, or whose result differs from torch's in any bit, are dropped, and the fastest is kept, unless torch's own is.
-Which one that is may differ between processes; the bits of a run do not. Without the library of this CUDA, or without
+Which one that is may differ between processes; the bits of a run do not. torch's choice depends on how operands lie:
+where its bits do too, its own product is taken only if no other has them. Without the library of this CUDA, or without
 memory to try, it is torch's own.
 
 Algorithms may add up in other orders: along tiles, by parts (split K), by whatever a processor takes next. Of normal
@@ -38,7 +39,8 @@ OPERATION, PREFERENCE = "cublasLtMatmulDesc", "cublasLtMatmulPreference"
 TRANSPOSED_A, TRANSPOSED_B, EPILOGUE, BIAS = 3, 4, 7, 8  # of an operation
 EPILOGUES = {"forward": 4, "gelu": 36}  # what is done at the end of a product; of the others nothing: 1
 MAX_WORKSPACE, ALIGNMENTS = 1, (5, 6, 7, 8)  # of a preference
-ALIGNMENT = 16  # bytes; weights lie at multiples of 128 (``model/flat.py``), the library's default is 256
+ALIGNMENT = 16  # bytes, of all operands; the library's default is 256
+LEAST = 128  # bytes, of what weights and biases lie at multiples of (``model/flat.py``)
 PROPOSED = {32 << 20: 32, 0: 16}  # algorithms to ask for, by the bytes of workspace that they may have
 CALLS, TURNS, FINALISTS = 3, (3, 9), 6  # calls timed as one; turns of all, and of the best of these
 AHEAD = 40_000  # clock cycles that the GPU is kept waiting for each call that is queued: 23 us
@@ -146,7 +148,7 @@ class Product:
 
     def _choose(self, dtype: torch.dtype, device: torch.device):
         generator = torch.Generator(device).manual_seed(0)  # its own: that of the run is left as it was
-        found = None
+        found, alike = None, True
         for cancelling in (False, True):
             operands = self._drawn(generator, dtype, cancelling)
             if found is None:
@@ -154,10 +156,11 @@ class Product:
                 found = self._proposals()
                 self.tried = len(found)
             wanted = OWN[self.what](*operands)
+            alike &= torch.equal(_bits(wanted), _bits(OWN[self.what](*self._as_parameters(operands))))
             found = [chosen for chosen in found if self._gives(chosen, wanted, operands)]
         self.same_bits = len(found)
         del wanted
-        found.append(None)
+        found += [None] * (alike or not found)
         for turns, kept in zip(TURNS, (FINALISTS, 1), strict=True):
             times = self._times(found, operands, turns)
             found = [found[number] for number in sorted(range(len(found)), key=times.__getitem__)[:kept]]
@@ -176,6 +179,14 @@ class Product:
             for bias in operands[2:]:
                 bias *= 2.0**-20  # about what is left of the sums
         return operands
+
+    def _as_parameters(self, operands: list[Tensor]) -> list[Tensor]:
+        """With copies of weight and bias that lie as those of a network may."""
+        if self.what == "weight":
+            return operands
+        skipped = LEAST // operands[0].itemsize
+        places = [operand.new_empty(skipped + operand.numel())[skipped:].view_as(operand) for operand in operands[1:]]
+        return [operands[0], *(place.copy_(operand) for place, operand in zip(places, operands[1:], strict=True))]
 
     def _gives(self, chosen, wanted: Tensor, operands: list[Tensor]) -> bool:
         out = torch.full_like(wanted, torch.nan)

@@ -147,6 +147,19 @@ def test_the_fastest_with_torchs_bits_is_taken(imitated, what):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize("what", ["forward", "gelu", "input"])
+def test_torchs_product_is_not_taken_where_its_bits_depend_on_how_weights_lie(what, imitated, monkeypatch):
+    """Unless none other has those that it has for operands by themselves: another process might take another."""
+    tensors = operands(what, *SHAPES)
+    for algorithms, chosen in (((TURNED, SLOW), SLOW), ((TURNED,), None)):
+        library = imitated(*algorithms)
+        quick = {what: lambda *given: added(what, *given, turned=given[1].storage_offset() > 0)}
+        monkeypatch.setattr(cublaslt, "OWN", quick)
+        product = cublaslt.product(what, *SHAPES, tensors[0])
+        assert torch.equal(product(*tensors), added(what, *tensors))
+        assert (product.chosen is None) == (chosen is None) and chosen in (None, library.ran[-1])
+
+
 def test_torchs_product_where_there_is_no_library(imitated, monkeypatch):
     """Of this CUDA; it is not an error, and neither is too little memory to try."""
     tensors = operands("input", *SHAPES)
