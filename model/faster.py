@@ -41,7 +41,13 @@ def _below(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(x >= 0, 1 - tail, tail), density
 
 
-class _ShortGelu(torch.autograd.Function):
+def slope(x: Tensor) -> Tensor:
+    """The derivative of GELU, in float32 or wider."""
+    below, density = _below(x)
+    return below + x * density * 0.3989422804014327
+
+
+class ShortGeluFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x)
@@ -51,16 +57,14 @@ class _ShortGelu(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         (x,) = ctx.saved_tensors
-        exact = wide(x)
-        below, density = _below(exact)
-        return (wide(gradient) * (below + exact * density * 0.3989422804014327)).to(x.dtype)
+        return (wide(gradient) * slope(wide(x))).to(x.dtype)
 
 
 class ShortGelu(nn.GELU):
     """Torch's, in whose place it is put, but for the last bits of float32."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return _ShortGelu.apply(x)
+        return ShortGeluFunction.apply(x)
 
 
 class ClassAttention(PackedAttention):
