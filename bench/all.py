@@ -127,13 +127,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--limit", type=int, default=STAGE_LIMIT, help="seconds for the stage [%(default)s]")
     parser.add_argument("--parts", nargs="+", help="only these")
     options = parser.parse_args(arguments)
-    if options.smoke:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     card = None if options.smoke else graphics_card()
     # Smoke runs stay out of the folder that a report reads.
     folder = "runs/smoke" if options.smoke else f"bench/results/{card or 'cpu'}"
     options.out = options.out or ROOT / f"{folder}-{datetime.date.today()}"
     options.out.mkdir(parents=True, exist_ok=True)
+    if options.smoke:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     log = options.out / ("log.txt" if options.stage is None else f"log_{options.stage}.txt")
     with log.open("a") as log:  # of an earlier run, too, of which this takes up a part
 
