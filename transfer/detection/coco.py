@@ -160,7 +160,7 @@ def _by_id(whole: dict[str, Any], key: str, path: Path) -> dict[int, dict[str, A
             raise ValueError(f"{path}: {key}[{place}] is {entry!r:.50}; expected an object")
         number = entry.get("id")
         if type(number) is not int or number in found:
-            why = "twice" if number in found else f"as {number!r}"
+            why = f"as {number!r:.50}" if type(number) is not int else "twice"
             raise ValueError(f"{path}: {key}[{place}] has its id {why}; expected an integer of its own")
         found[number] = entry
     return found
