@@ -171,10 +171,12 @@ def newest(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The state in a checkpoint, on the CPU. Only tensors and plain values are unpickled; ValueError if it is torn."""
+    """The state in a checkpoint, on the CPU. Only tensors and plain values are unpickled; ValueError if it is torn,
+    OSError if it cannot be read."""
     try:
         return _read(path)
     except Exception as error:  # whatever zip, pickle or torch find wrong with it
+        _check_read(path, error)
         what = f"{path} is no readable checkpoint ({type(error).__name__})"
         raise ValueError(f"{what}; remove it to continue from the one before") from error
 
@@ -182,6 +184,13 @@ def load(path: Path) -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any]:
     # Mapped: several ranks of a machine share the pages, and a sharded one takes only its part.
     return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+def _check_read(path: Path, error: Exception) -> None:
+    """OSError where the ``error`` of reading a checkpoint says nothing of what it holds."""
+    if isinstance(error, OSError) and error.errno in UNREAD:
+        what = f"{path} cannot be read ({error.strerror})"
+        raise OSError(f"{what}; expected that it can, or its removal to continue from the one before") from None
 
 
 def _damage(path: Path) -> str | None:
@@ -192,9 +201,7 @@ def _damage(path: Path) -> str | None:
         if not broken:
             _read(path)  # zipfile leaves headers aside that torch reads
     except Exception as error:  # zipfile raises nearly anything on damaged headers
-        if isinstance(error, OSError) and error.errno in UNREAD:
-            what = f"{path} cannot be read ({error.strerror})"
-            raise OSError(f"{what}; expected that it can, or its removal to continue from the one before") from None
+        _check_read(path, error)
         return "".join(str(error).splitlines()[:1]) or type(error).__name__
     return f"checksum of {broken}" if broken else None
 

@@ -41,6 +41,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(tmp_path, monkeyp
     with monkeypatch.context() as patch, pytest.raises(OSError, match=rf"^{torn} cannot be read \(Permission denied\)"):
         patch.setattr("zipfile.ZipFile", refuse)
         checkpoint.newest(tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=rf"^{torn} cannot be read \(Permission denied\)"):
+        patch.setattr("torch.load", lambda path, **_: refuse(path))
+        checkpoint.load(torn)
     first.write_bytes(b"")
     with pytest.raises(ValueError, match="no other is left"):
         checkpoint.newest(tmp_path)
