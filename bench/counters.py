@@ -34,8 +34,8 @@ def counted(text: str) -> list[dict]:
         return []
     names, _, *rows = csv.reader(lines[starts[0] :])  # the second has the units
     found = []
-    for row in rows:
-        of = dict(zip(names, row, strict=False))
+    for row in (row for row in rows if len(row) == len(names)):  # not what the tool says behind them
+        of = dict(zip(names, row, strict=True))
         values = {name: of.get(metric, "").replace(",", "") for name, metric in METRICS.items()}
         found.append({"kernel": of["Kernel Name"]} | {name: float(v) for name, v in values.items() if v})
     return found
