@@ -6,7 +6,7 @@ Bytes in half precision: 6 a number. Of queries, keys and values the bias of the
 all scores of a query alike, no softmax shows.
 
 A first form of GELU's backward pass with sums, with four programs of 16 numbers a thread on a multiprocessor,
-took an H200 longer than GELU and sums apart (``bench/LOG.md``); here up to twelve share one, or load ahead.
+took an H200 longer than GELU and sums apart (``bench/LOG.md``); here up to twelve share one, or fewer load ahead.
 """
 
 import torch
@@ -21,7 +21,7 @@ from model import faster
 
 COLUMNS = 128  # of a program
 # As many programs as fit on 132 multiprocessors at once. The first is what the variant takes.
-TILES = Tile(1024, 4, 1, 1584), Tile(1024, 4, 3, 1584), Tile(2048, 4, 1, 1188), Tile(2048, 4, 3, 1188)
+TILES = Tile(1024, 4, 1, 1584), Tile(1024, 4, 3, 1584), Tile(2048, 4, 1, 1188), Tile(2048, 4, 3, 792)
 
 
 @triton.jit
