@@ -22,6 +22,7 @@ torch.distributed.checkpoint keeps its metadata as a pickle, which is not read f
 import contextlib
 import errno
 import json
+import os
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -188,8 +189,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _check_read(path: Path, error: Exception) -> None:
     """OSError where the ``error`` of reading a checkpoint says nothing of what it holds."""
-    if isinstance(error, OSError) and error.errno in UNREAD:
-        what = f"{path} cannot be read ({error.strerror})"
+    short = os.strerror(errno.ENOMEM)  # torch has it in a RuntimeError
+    memory = isinstance(error, MemoryError) or short in str(error)
+    if memory or (isinstance(error, OSError) and error.errno in UNREAD):
+        what = f"{path} cannot be read ({short if memory else error.strerror})"
         raise OSError(f"{what}; expected that it can, or its removal to continue from the one before") from None
 
 

@@ -41,9 +41,15 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(tmp_path, monkeyp
     with monkeypatch.context() as patch, pytest.raises(OSError, match=rf"^{torn} cannot be read \(Permission denied\)"):
         patch.setattr("zipfile.ZipFile", refuse)
         checkpoint.newest(tmp_path)
-    with monkeypatch.context() as patch, pytest.raises(OSError, match=rf"^{torn} cannot be read \(Permission denied\)"):
-        patch.setattr("torch.load", lambda path, **_: refuse(path))
-        checkpoint.load(torn)
+
+    def fill(*_, **__):
+        raise RuntimeError("unable to mmap 200 bytes from file: Cannot allocate memory (12)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.load", fill)
+        for read, what in ((checkpoint.load, torn), (checkpoint.newest, tmp_path)):
+            with pytest.raises(OSError, match=r" cannot be read \(Cannot allocate memory\)"):
+                read(what)
     first.write_bytes(b"")
     with pytest.raises(ValueError, match="no other is left"):
         checkpoint.newest(tmp_path)
