@@ -13,7 +13,7 @@ from model import faster
 from run import recorded
 from run.ranks import Ranks
 from run.training import Training
-from tests.run.test_training import CONFIG, CPU, batch, same, state
+from tests.run.test_training import CONFIG, CPU, batch, differing, state
 
 WAITS = torch.ops.aten._local_scalar_dense.default, torch.ops.aten.lift_fresh.default  # .item(), torch.tensor(number)
 
@@ -113,7 +113,7 @@ def test_recorded_steps_are_the_steps(on_paper, more, monkeypatch):
     config = dataclasses.replace(CONFIG, **more)
     plain, training = Training(config, CPU), recording(config)
     assert torch.equal(steps(training, 4), steps(plain, 4))
-    assert same(state(training), state(plain))
+    assert not differing(state(training), state(plain))
     assert len(training.recorded.graphs) == 4 and not training.recorded.failed
 
 
@@ -137,7 +137,7 @@ def test_a_recording_that_fails_is_said_and_changes_nothing(on_paper, monkeypatc
 
     monkeypatch.setattr(torch.cuda, "graph", failing)
     assert torch.equal(steps(training, 2), steps(plain, 2))
-    assert same(state(training), state(plain))
+    assert not differing(state(training), state(plain))
     line = "steps go on without a CUDA graph, which could not be recorded: operation not permitted\n"
     assert capsys.readouterr().err == line
     assert not training.recorded.graphs and told == [(0, "the one pool")] * (version < "2.13")

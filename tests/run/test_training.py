@@ -47,8 +47,9 @@ def state(training):
     return [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
 
 
-def same(one, other):
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+def differing(one, other):
+    """The places at which two lists of tensors are not equal."""
+    return [place for place, pair in enumerate(zip(one, other, strict=True)) if not torch.equal(*pair)]
 
 
 def test_a_step_moves_both_networks():
@@ -86,14 +87,14 @@ def check_a_poisoned_step(config, device, compiled):
             assert not training.step(*given[1], 0.5)[1]
             with torch.no_grad():
                 weight.copy_(kept)
-            assert same(state(training), before)
+            assert not differing(state(training), before)
         training.step(*given[2], 0.5)
         runs.append(state(training))
     return runs
 
 
 def test_a_step_without_a_finite_gradient_changes_nothing():
-    assert same(*check_a_poisoned_step(CONFIG, CPU, False))
+    assert not differing(*check_a_poisoned_step(CONFIG, CPU, False))
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,7 @@ def test_weights_run_in_copies_that_the_update_makes():
                 types.setdefault(copied.dtype, set()).add(name.rsplit(".", 2)[-2])
             assert types[torch.bfloat16] >= {"qkv", "proj", "fc1", "fc2"} and "norm1" in types[torch.float32]
     steps = [x.step(*given[1], 0.5)[0][0] for x in (training, other)]
-    assert torch.equal(*steps) and same(state(training), state(other))
+    assert torch.equal(*steps) and not differing(state(training), state(other))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -197,8 +198,7 @@ def test_the_fastest_products_change_no_bit(device, accumulate, monkeypatch):
         for network in (training.query, training.key):
             assert (faster.FastLinear in {type(module) for module in network.encoder.blocks.modules()}) == fast
         found.append([*losses, *state(training)])
-    differ = [number for number, pair in enumerate(zip(*found, strict=True)) if not torch.equal(*pair)]
-    assert not differ, f"of {len(losses)} steps' figures, then of the state: {differ}"  # the first: forward pass alone
+    assert not differing(*found), f"{len(losses)} steps' figures come first, then the state"
 
 
 def noted_gradients(training):

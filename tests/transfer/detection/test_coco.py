@@ -150,6 +150,7 @@ def of_first(**more):
         (broken(lambda whole: whole.pop("categories")), "no list of categories"),
         (broken(lambda whole: whole["images"].append(3)), r"images\[3\] is 3; expected an object"),
         (broken(lambda whole: whole["images"][1].update(id=5)), r"images\[1\] has its id twice"),
+        (broken(lambda whole: whole["images"][1].update(id="5")), "expected an integer"),
         (broken(lambda whole: whole["images"][1].update(id=[5])), r"images\[1\] has its id as \[5\]; expected"),
         (broken(lambda whole: whole["images"][1].update(height=None)), "image 0 has height None; expected int"),
         *((called(name), "has file_name '.*an image") for name in ("a.TAR", "s3://b/0.jpg", "a\0.jpg", "\ud800.jpg")),
