@@ -316,6 +316,8 @@ def _tiff(file):
     compression, planar, orientation = one(259, 1), one(284, 1), one(274, 1)
     bits, formats = values(258), values(339, 1)
     extra, tile = values(338), (one(322, 0), one(323, 0))
+    if one(254, 0) & 1:
+        raise ValueError("TIFF that begins with a preview, as a camera's raw file does, is not supported")
     if len(set(bits)) != 1 or len(bits) != samples or len(set(formats)) != 1 or len(formats) not in (1, samples):
         raise ValueError(f"TIFF of {samples} samples with {bits} bits of formats {formats} is not supported")
     kind = photometric, bits[0], samples

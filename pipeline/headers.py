@@ -31,7 +31,7 @@ MAY_PASS = frozenset({
     errno.EAGAIN, errno.EBUSY, errno.EMFILE, errno.ENFILE, errno.ENOMEM,
 })  # fmt: skip
 _SUFFIXES = re.compile(
-    r"\.(jpg|jpeg|jpe|jfif|png|bmp|webp|tif|tiff|ppm|pgm|pbm|pnm|jp2|j2k|gif|avif|heic|heif)", re.IGNORECASE
+    r"\.(jpg|jpeg|jpe|jfif|png|bmp|webp|tif|tiff|ppm|pgm|pbm|pnm|jp2|j2k|jxl|gif|avif|heic|heif|hif)", re.IGNORECASE
 )
 _COMPRESSED = re.compile(r"\.(gz|bz2|xz|zst|zip)", re.IGNORECASE)
 UNPACK = "expected plain .tar files, whose members can be read where they lie: decompress them"

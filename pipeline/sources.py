@@ -26,6 +26,8 @@ from pipeline.walk import Found, statuses, walk
 
 _LISTS = (".txt", ".tsv", ".lst", ".list")
 _ARCHIVES = ".zip", ".rar", ".7z"
+# Originals that an export as an image may lie beside: those of cameras, and Photoshop's.
+_ORIGINALS = re.compile(r".*\.(arw|cr[23w]|dng|nef|nrw|orf|pef|psd|raf|rw2|srw)", re.IGNORECASE | re.DOTALL)
 _PACKED = re.compile(r".*\.(tar\.\w+|tgz|tbz2?|txz|tzst)", re.IGNORECASE | re.DOTALL)
 # In names with a NUL behind each, where one may be a Parquet file, or a tar, packed or not.
 _NO_IMAGES = re.compile(rb"\.(parquet\0|tar|tgz\0|tbz|txz\0|tzst\0)", re.IGNORECASE)
@@ -127,15 +129,20 @@ class Folder:
     def rows(self, read):
         paths = Paths.joined(self.found.names)
         results = read(self.root, paths, self.found.stamps, len(paths))
-        archives, images = [], 0
+        archives, originals, images = [], [], 0
         for path, result in zip(paths, results, strict=True):
             images += isinstance(result, list)
             if isinstance(result, list) or named_as_image(path):  # nothing else claims to be an image
                 yield path, self._label(path), result, None
             elif path.lower().endswith(_ARCHIVES):
                 archives.append(path)
+            elif _ORIGINALS.fullmatch(path):
+                originals.append(path)
         for path in () if images else archives:
             yield path, None, "an archive: unpack it first", None
+        if originals:  # once for all: mostly each has its image beside it, and nothing is wrong
+            which = f"one of {counted(len(originals), 'file')} of camera raw or Photoshop, which are not read"
+            yield originals[0], None, f"{which}: export them as JPEG, PNG or TIFF, unless that is done", None
         for path, reason in self.found.unreadable.items():
             yield path, self._label(path), reason, None
 

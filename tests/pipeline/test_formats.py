@@ -416,6 +416,7 @@ def left_out():
     double = tiff(RGB, 2, tags={274: (3, [1]), 275: (3, [6])})
     yield "two of one kind", double.replace(struct.pack("<HHI", 275, 3, 1), struct.pack("<HHI", 274, 3, 1))
     yield "order MM", tiff(RGB, 2, big=True, order=">")
+    yield "begins with a preview", tiff(RGB, 2, tags={254: (4, [1])})
     yield "16 bits", bmp(BITS, 16)
     yield "compression 1", bmp(BITS, 8, compression=1, colours=PALETTE)
     yield (

@@ -147,6 +147,8 @@ def test_rejected_files_are_named_with_the_reason(tmp_path):
     fill(tmp_path / "a/head.png", png)
     fill(tmp_path / "a/huge.ppm", b"P6 60000 60000 255\n")
     fill(tmp_path / "a/long.ppm", b"P6 70000 2 255\n")
+    fill(tmp_path / "raw/1.NEF", b"II*\0")
+    fill(tmp_path / "raw/2.psd", b"8BPS")
     save(tmp_path / "only bad/a.gif")
     save(tmp_path / "only bad/b.jp2")
     (tmp_path / "only bad/broken.jpg").symlink_to(tmp_path / "nowhere")
@@ -164,6 +166,7 @@ def test_rejected_files_are_named_with_the_reason(tmp_path):
         "only bad/a.gif": "format GIF is not supported",
         "only bad/b.jp2": "format JPEG2000 is not supported",
         "only bad/broken.jpg": "broken link",
+        "raw/1.NEF": "one of 2 files of camera raw or Photoshop, which are not read",
     }
     assert list(index.rejected) == sorted(expected)
     for path, reason in expected.items():
