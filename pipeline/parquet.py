@@ -180,6 +180,8 @@ class _Table:
                 raise OSError(number, os.strerror(number), str(self.path)) from None
             said = os.strerror(number) if number else str(error).strip().splitlines()[0].rstrip(".")
             raise _Unreadable(said if number else f"damaged or truncated, or no Parquet file ({said})") from None
+        except UnicodeDecodeError:
+            raise _Unreadable("text that is not UTF-8") from None
 
     def read(self):
         """Yields (bytes or None, class in bytes or None) of each row."""

@@ -173,6 +173,8 @@ def test_bad_rows_and_files_are_named(tmp_path):
     (root / "d.parquet").write_bytes(whole[:4] + bytes(60) + whole[64:])
     (root / "e.parquet").write_bytes(b"")
     (root / "f.parquet").symlink_to("gone")
+    latin = pa.array([b"\xe9"]).view(pa.string())
+    write(root / "g.parquet", {"image": images([jpeg()]), "label": latin}, use_dictionary=False)
     index = Index.scan(root, tmp_path / "cache")
     assert index.paths == ["a.parquet/0", "a.parquet/4", "a.parquet/5", *(f"b.parquet/{i}" for i in range(20))]
     assert index.classes == tuple("abcdef")
@@ -181,6 +183,7 @@ def test_bad_rows_and_files_are_named(tmp_path):
     none = "no bytes (a path alone is not followed)"
     assert index.rejected == {
         "a.parquet/1": none, "a.parquet/2": none, "a.parquet/3": "not an image", "f.parquet": "broken link",
+        "g.parquet": "text that is not UTF-8",
     }  # fmt: skip
     load = loader(index, batch_size=23, max_bad=0.9)
     list(load.batches(0, 1))
