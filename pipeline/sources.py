@@ -203,8 +203,11 @@ def _folder(root, unpacked):
     }
     counts = [f"{what} ({count:,})" for what, count in counts.items() if count]
     if any(there.values()) and len(counts) > 1:
+        path = paths[(there[".tar"] or there[".parquet"])[0]]
+        pattern = printable(f"{root}/{os.path.join(os.path.dirname(path), '*' + os.path.splitext(path)[1])}")
         raise ValueError(
-            f"{root} holds {' and '.join(counts)}; expected one or the other: move either to another folder"
+            f"{root} holds {' and '.join(counts)}; expected one or the other: by a pattern such as '{pattern}', or in "
+            "a folder of its own"
         )
     packed = [path for path in paths if _PACKED.fullmatch(path)]
     if packed and not images and not there[".parquet"]:
