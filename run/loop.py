@@ -72,7 +72,7 @@ def planned(config: RunConfig, loader: Loads, groups: int = 1) -> int:
 
 
 def _put_back(training: Trains, report: Report, bad: dict[int, str], state: dict[str, Any], config: RunConfig) -> None:
-    """ValueError for a state with other parts than the training has."""
+    """Puts the ``state`` of a checkpoint back; ValueError if it has other parts than the training has."""
     try:
         training.load_state_dict(state)
         report.load_state_dict(state["report"])
@@ -120,25 +120,26 @@ class Loop:
         return self.step / self.steps_per_epoch
 
     def windows(self) -> Iterator[tuple[int, Iterator[Any], Iterator[tuple[int, int]]]]:
-        """Of each window the number of its first batch, its batches, as they come, and then which of its groups are
-        still to be trained on, as (place of the batch in the window, group): for each, a step is taken and told to
-        ``took``. A run may have stopped between any two of them."""
+        """For each window that is left: the number of its first batch; its batches, as they are loaded; and the steps
+        that are still to be taken on them, as (place of the batch in the window, group), after each of which the caller
+        tells ``took``. A run that goes on may begin in the middle of a window."""
         first, (last, size, _) = self._window(self.step)[0], self._window(self.total - 1)
-        last += size  # also where the run ends within a window: a step may take images of any batch of it
-        loaded = self.report.waiting_for(self.loader.batches(first, max(first, last)))
+        # Whole windows, also where the run ends within one: a step may take images of any batch of its window.
+        loaded = self.report.waiting_for(self.loader.batches(first, max(first, last + size)))
         while self.step < self.total and not self.stopped:
             number, size, _ = self._window(self.step)
             yield number, itertools.islice(loaded, size), self._turns()
 
     def steps(self) -> Iterator[Any]:
-        """A batch for each step, of one group and a window of one."""
+        """The batch of each step, where a batch has one group and a window one batch."""
         for _, (batch,), turns in self.windows():
             for _ in turns:
                 yield batch
 
     def _window(self, step: int) -> tuple[int, int, int]:
-        """The window of a step, counted from 0: its first batch, how many it has, which of its steps this one is.
-        Windows begin anew with every epoch, so that no image is twice in one."""
+        """The window that step number ``step`` (the first is 0) falls into: the number of its first batch, how many
+        batches it has, and how many of its steps come before this one. No window reaches into the next epoch, so no
+        image is in one twice."""
         epoch, within = divmod(step, self.steps_per_epoch)
         start = within // (self.window * self.groups) * self.window
         size = min(self.window, self.loader.batches_per_epoch - start)
@@ -169,7 +170,7 @@ class Loop:
         return bool(every) and self.step // every > (self.step - 1) // every and self.step < self.total
 
     def shown(self, what: str, doing: str) -> AbstractContextManager[Callable[..., None] | None]:
-        """``pipeline.shown`` on rank 0, nothing elsewhere."""
+        """As ``pipeline.shown.shown`` on rank 0; on the others None, and nothing is shown."""
         return shown(what, doing) if self.ranks.first else nullcontext()
 
     def record(self, figures: dict[str, Any]) -> None:
@@ -199,12 +200,12 @@ class Loop:
             write_rejected(self.config.output, self.loader.index, self.loader.bad)
 
     def write_skipped(self) -> Path:
-        """``skipped.json``: the seed, and the files of the batches since the last log line. For all ranks."""
+        """Writes ``skipped.json``: the seed, and the files of all batches in the windows of the steps since the last
+        log line, each batch with the number of its first step (the first is 1). For all ranks."""
         first = self._window(max(0, self.step - self.config.log_every))[0]
-        last, size, taken = self._window(self.step - 1)
-        last += min(size, taken + 1) - 1
+        last, size, _ = self._window(self.step - 1)
         paths = self.loader.index.paths
-        mine = {number: [paths[s] for s in self.loader.samples(number)] for number in range(first, last + 1)}
+        mine = {number: [paths[s] for s in self.loader.samples(number)] for number in range(first, last + size)}
         parts = self.ranks.gather(mine)
         batches = []
         for number in mine:
@@ -294,12 +295,12 @@ def running(
     config: RunConfig, ranks: Ranks, loader: Loads, training: Trains, opened: Opened, *, about: str,
     rates: dict[str, float], groups: int = 1, window: int = 1,
 ) -> Iterator[Loop]:  # fmt: skip
-    """A run, within whose block its steps are taken; behind it, all of them are taken and saved.
+    """A run: its steps are taken in the block of ``with``, and after the block all are taken and saved.
 
-    ``opened``: what ``open_output`` has returned, whose state goes into ``training``. ``about``: the first line that is
-    printed. ``rates``: see ``Report``. ``groups``: optimizer steps that each batch is good for, taken in turn over
-    a ``window`` of so many batches. Asked to stop, the run ends the process with ``STOPPED`` after the step, which is
-    saved. TooManySkipped where there is no hope. A dry run ends the process behind the block.
+    ``opened``: what ``open_output`` has returned; its state is put into ``training``. ``about``: the first line that is
+    printed. ``rates``: see ``Report``. ``groups``: optimizer steps for each batch. ``window``: batches whose groups are
+    taken in turn. Asked to stop, the run finishes a step, saves, and ends the process with ``STOPPED``. A dry run ends
+    the process after the block. TooManySkipped: see ``Report.step``.
     """
     how = {"rates": rates, "groups": groups, "window": window}
     if config.dry_run:
@@ -312,7 +313,7 @@ def running(
     loop = Loop(config, ranks, loader, training, opened, **how)
     loop.write_rejected()
     with loop.report, loop.stop:
-        ranks.gather(None)  # asked to stop when it says that it runs, no rank may be one that does not listen yet
+        ranks.gather(None)  # all ranks listen for signals before the first line says that the run has begun
         for line in opened.damaged:
             loop.say(f"{line}; the run goes on from the one before")
         left = f"steps {loop.step + 1} to {loop.total}" if loop.step < loop.total else f"step {loop.step} was the last"
