@@ -4,6 +4,7 @@ import json
 import math
 import re
 import warnings
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ def load_encoder(
     source = Path(source)
     description, state = _read(source, model)
     name, arguments = description["model"], description["arguments"] | {"num_classes": 0} | more
+    # The weights are here: what ``timm.create_model`` takes for itself would have it fetch others.
+    arguments = {key: value for key, value in arguments.items() if key not in signature(timm.create_model).parameters}
     own = create_plain(name, arguments, device="meta")
     prefix = own.pos_embed.shape[1] - own.patch_embed.num_patches  # class and register tokens that have positions
     positions = state.get("pos_embed")

@@ -165,7 +165,7 @@ def test_a_folder_in_the_layout_of_a_hub(tmp_path):
     own = {"img_size": 32, **SHAPE}
     for name, config, training in (
         ("new", {"model_args": own, "pretrained_cfg": statistics, "training": {"steps": 3}}, {"steps": 3}),
-        ("old", {"model_args": own, **statistics}, {"checkpoint": "old"}),
+        ("old", {"model_args": own | {"pretrained": True}, **statistics}, {"checkpoint": "old"}),
     ):
         folder = tmp_path / name
         folder.mkdir()
