@@ -51,6 +51,8 @@ def main(arguments: list[str]) -> None:
     with program.opening("finetune.py"):
         config = parse(arguments)
         ranks = Ranks.join(config.device)
+        if config.probe is not None and ranks.count > 1:
+            raise ValueError(f"--probe {config.probe} on {ranks.count} ranks; expected one process")
         index, bad, evaluation = open_data(config, ranks, labelled=True)
         if config.probe is not None:
             probe(config, ranks, index, evaluation)
@@ -91,8 +93,6 @@ def main(arguments: list[str]) -> None:
 
 def probe(config: TuneConfig, ranks: Ranks, index: Index, evaluation: Index) -> None:
     """Measures the frozen encoder, says so in a line and adds it to ``probes.jsonl``."""
-    if ranks.count > 1:
-        raise ValueError(f"--probe {config.probe} on {ranks.count} ranks; expected one process")
     vit, description = new_model(config, 0)
     square(vit)
     config.output.mkdir(parents=True, exist_ok=True)  # whether it can be is not said only behind the measurement
