@@ -175,9 +175,9 @@ def _places() -> tuple[int, ...]:
     names = ("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")
     given = {name: os.environ.get(name, default) for name, default in names}
     with contextlib.suppress(ValueError):
-        rank, count, *local = map(int, given.values())
-        if 0 <= rank < count and min(local) >= 0:
-            return rank, count, *local
+        rank, count, local_rank, local_count = map(int, given.values())
+        if 0 <= rank < count and local_rank >= 0 and local_count > 0:
+            return rank, count, local_rank, local_count
     said = " ".join(f"{name}={value}" for name, value in given.items())
     print(f"{said}: expected numbers, RANK below WORLD_SIZE, as torchrun sets them, or none of these", file=sys.stderr)
     sys.exit(2)

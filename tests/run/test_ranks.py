@@ -34,7 +34,8 @@ def test_ranks_share_machines_and_cards(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "given", [{"RANK": "x"}, {"LOCAL_RANK": ""}, {"RANK": "8", "WORLD_SIZE": "8", "LOCAL_RANK": "7"}]
+    "given",
+    [{"RANK": "x"}, {"LOCAL_RANK": ""}, {"LOCAL_WORLD_SIZE": "0"}, {"RANK": "8", "WORLD_SIZE": "8", "LOCAL_RANK": "7"}],
 )
 def test_ranks_that_are_none_end_the_process_with_a_line(monkeypatch, capsys, given):
     for name, value in given.items():
