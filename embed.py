@@ -100,7 +100,7 @@ from run.session import lock, named
 from transfer import knn
 from transfer.pretrained import load_encoder, square
 
-ROWS = 16_384  # that are in memory at a time, when the parts of the ranks are put together
+ROWS = 16_384  # in memory at a time, when the parts of the ranks are put together
 
 
 def main(arguments: list[str]) -> None:
@@ -151,7 +151,7 @@ def open_data(config: EmbedConfig, parts: Path, ranks: Ranks) -> Index:
 
 
 def embed(config: EmbedConfig, vit, description: dict, index: Index, parts: Path, ranks: Ranks) -> dict[int, str]:
-    """Writes the rows of all ranks, each its own; {sample: reason} of the images that do not decode, of all of them."""
+    """Each rank writes its rows. {sample: reason} of the images that do not decode, those of all ranks on each."""
     bad: dict[int, str] = {}
     mine = knn.stretch(len(index), ranks)
     how = {"mean": description["mean"], "std": description["std"], "device": ranks.device}
@@ -170,7 +170,7 @@ def embed(config: EmbedConfig, vit, description: dict, index: Index, parts: Path
 
 
 def pieces(parts: Path, ranks: int, width: int) -> Iterator[np.ndarray]:
-    """The rows of all ranks, in the order of the index, some at a time: float32 [m, D]."""
+    """Yields the rows of all ranks in the order of the index, float32 [m, D], m at most ``ROWS``."""
     for rank in range(ranks):
         with (parts / f"{rank}.rows").open("rb") as file:
             while len(rows := np.fromfile(file, np.float32, ROWS * width)):
@@ -178,7 +178,7 @@ def pieces(parts: Path, ranks: int, width: int) -> Iterator[np.ndarray]:
 
 
 def finish(config: EmbedConfig, index: Index, bad: dict[int, str], rows: Iterator[np.ndarray], width: int) -> None:
-    """Writes all files, whole, or none, and says what was left out. ``rows``: of the images that are not ``bad``."""
+    """Writes all files whole, or none, and says what was left out. ``rows``: of the images that are not ``bad``."""
     rejected = [*index.rejected.items(), *((index.paths[i], bad[i]) for i in sorted(bad))]
     kept = np.ones(len(index), bool)
     kept[list(bad)] = False
@@ -218,7 +218,7 @@ def write_npy(path: Path, rows: Iterator[np.ndarray], shape: tuple[int, int]) ->
 
 
 def write_parquet(path: Path, rows: Iterator[np.ndarray], names: Iterator[tuple[str, str]], width: int) -> None:
-    """Columns path, class and features, a list of so many float32; a row group for each piece."""
+    """Columns path, class and features, a list of ``width`` float32; a row group for each piece of ``rows``."""
     import pyarrow
     from pyarrow import parquet
 
@@ -233,7 +233,7 @@ def write_parquet(path: Path, rows: Iterator[np.ndarray], names: Iterator[tuple[
 
 
 def as_utf8(text: str) -> str:
-    """The name of a file, bytes in it that are no UTF-8 as escapes: Parquet takes no others."""
+    """The name of a file with escapes for bytes that are not UTF-8, which Parquet does not take."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 

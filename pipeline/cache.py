@@ -27,7 +27,7 @@ _UNUSED = 30 * 86400  # seconds after which an index that no run has begun with 
 
 
 def write(path: Path, about: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-    """Write arrays, and what JSON can say of them, whole or not at all."""
+    """Write arrays, and ``about``, which JSON can hold, to a file: whole or not at all."""
     arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     layout = {name: [array.dtype.str, array.shape, zlib.crc32(array.data)] for name, array in arrays.items()}
     text = json.dumps(about | {"arrays": layout}).encode()
@@ -41,11 +41,12 @@ def write(path: Path, about: dict[str, Any], arrays: Mapping[str, np.ndarray]) -
 
 @contextlib.contextmanager
 def replacing(path: Path, *, shared: bool) -> Iterator[Path]:
-    """A file beside ``path`` that takes its place, safely on the disk, at an orderly end of the block, and otherwise is
-    removed.
+    """A file beside ``path``, to be written in the block. At an orderly end of the block it is safely on the disk and
+    takes the place of ``path``; otherwise it is removed.
 
-    In a folder that is ``shared`` its name is no other process's on any machine: those in containers have the same
-    numbers. Elsewhere it is always the same, so that what a process that was killed has left is written over.
+    In a ``shared`` folder no other process on any machine uses the same name for it; numbers of processes would not do,
+    as those in containers are alike. Elsewhere the name is always the same, so that what a killed process has left is
+    written over.
     """
     part = path.with_name(path.name + (f".{uuid.uuid4().hex}.part" if shared else ".partial"))
     try:
@@ -71,7 +72,8 @@ def sync(path: Path) -> None:
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
-    """What ``write`` wrote, the arrays read-only pages of the file; None where it is absent, damaged or not ours."""
+    """(about, arrays) that ``write`` wrote, the arrays as read-only pages of the file; None where the file is absent,
+    damaged or something else."""
     try:
         with open(path, "rb") as file:
             if file.read(len(_MAGIC)) != _MAGIC:
@@ -97,8 +99,8 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
 
 
 def place(asked: Path | None, otherwise: Path | None) -> Path | None:
-    """The folder for indices: the one asked for, or one of the user's; ``otherwise``, with a line on stderr, where that
-    cannot be written to."""
+    """The folder for indices: the one ``asked`` for, or by default ~/.cache/aps. Where that cannot be written to,
+    ``otherwise``, with a line on stderr."""
     folder = asked or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "aps"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -116,7 +118,7 @@ def place(asked: Path | None, otherwise: Path | None) -> Path | None:
 
 @contextlib.contextmanager
 def having_room(folder: Path | None) -> Iterator[None]:
-    """Where a disk is full, or a quota used up, within the block: an OSError that names this folder of indices."""
+    """Makes a full disk, or a quota that is used up, in the block an OSError that names this folder of indices."""
     try:
         yield
     except OSError as error:
@@ -126,7 +128,7 @@ def having_room(folder: Path | None) -> Iterator[None]:
 
 
 class Cache:
-    """What is known of one root in a folder of indices."""
+    """What a folder of indices holds of one root."""
 
     def __init__(self, folder: Path, root: str):
         self.folder = Path(folder).absolute()

@@ -2,9 +2,9 @@
 
 python -m pipeline.check DATA --output RUN --json report.json
 
-DATA is what ``--data`` of the programs takes. Processes that may die of a file do the decoding, on the CPU, one a core.
-With ``--output`` the run in that folder, also one that is not begun yet, leaves out what was found here. Exit code: 0
-if all is well, 1 if there are bad files, 2 if there is nothing to check.
+DATA is what ``--data`` of the programs takes. Decoding is done on the CPU by processes, one a core, which may die of a
+file. With ``--output`` the run in that folder, which need not have begun, leaves out what does not decode. Exit code: 0
+if all is well, 1 if there are bad files, 2 if nothing could be checked.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from pipeline.latency import Threads
 from pipeline.paths import expanded
 from pipeline.shown import Screen, shown
 
-_FILES, _PIXELS = 16, 40_000_000  # of a batch: 120 MB of pixels in each process, or one image
+_FILES, _PIXELS = 16, 40_000_000  # of a batch, at most: 120 MB of pixels in each process, or one image
 _QUANTILES = {"min": 0, "5 %": 0.05, "median": 0.5, "95 %": 0.95, "max": 1}
 _SHOWN = 10
 
@@ -76,7 +76,7 @@ def _path(text):
 
 
 class Found:
-    """What n images hold."""
+    """What was found in n images."""
 
     def __init__(self, images: int):
         self.bad: dict[int, str] = {}  # what does not decode
@@ -86,7 +86,7 @@ class Found:
 
 
 def check(index: Index, processes: int, data: str) -> Found:
-    """Decodes all images of ``data``, by so many processes. RuntimeError if they do not work."""
+    """Decodes all images of ``data`` by ``processes``; RuntimeError where these do not work."""
     found, here, decoders = Found(len(index)), threading.local(), []
 
     def read(samples):

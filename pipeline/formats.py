@@ -1,15 +1,17 @@
 """Which image files are admitted, told from their headers: what the decoder was shown to read right, and nothing else.
 
-The decoder is DALI 2.4 on a CPU. Where two of its parts disagree about a file's orientation, one makes room for the
-other's picture, of another shape: the process dies, or pixels come from memory that nothing was written to. So a header
-is read here byte for byte, all that can make them disagree is refused, and the orientation is the one they agree on:
+The decoder is DALI 2.4 on a CPU. Where two of its parts disagree about a file's orientation, one allocates a picture of
+another shape than the other fills: the process dies, or unwritten memory comes back as pixels. So headers are read here
+byte by byte, and a file is admitted only if all parts read the same orientation from it:
 
-- an EXIF block counts if it is the only one. The decoder takes two bytes for the orientation whatever type the tag
-  names; its parser of JPEG drops the whole block where one text or fraction lies outside of it, OpenCV, which reads
-  PNG and the JPEGs that libjpeg-turbo refuses, keeps what it read before; they differ where the block begins with
-  neither II nor MM, and where the check sum of a PNG's is wrong; and neither sees one that begins with Exif, as only
-  a JPEG's segment should, where other readers skip that. Such a block is admitted if it can only say "upright";
-- XMP is not followed, nor EXIF as text in a PNG, nor a WebP's without its flag.
+- Two EXIF blocks are refused.
+- A faulty EXIF block is admitted only if it can say nothing but "upright". It is faulty if
+  - its orientation is not one SHORT: the decoder takes two bytes of it, whatever its type;
+  - a text or fraction lies outside of it: the decoder's parser of JPEG then drops the whole block, while OpenCV, which
+    reads PNG and the JPEGs that libjpeg-turbo refuses, keeps what came before;
+  - it begins with neither II nor MM, or its check sum in a PNG is wrong: the parts differ there too;
+  - it begins with Exif, as only a JPEG's segment should: the decoder does not find it then, other readers do.
+- XMP is not followed, nor EXIF as text in a PNG, nor EXIF that the header of a WebP does not announce.
 
 The tables below are the white list. Each row was decoded three times, in a process that had filled its memory before,
 and compared with the pixels that the file was made from; tests/pipeline/test_formats.py does it again.
@@ -20,15 +22,15 @@ import re
 import struct
 import zlib
 
-# Tags of an EXIF block whose values the decoder reads from another place, and so many fractions of 8 bytes or 0 for
-# text, of the length that the tag names: see ``_orientation``.
+# EXIF tags whose values the decoder reads outside of the entry: {tag: fractions of 8 bytes, or 0 for text, whose length
+# the entry names}. ``_orientation`` looks whether they lie in the block.
 _ELSEWHERE = {0x10E: 0, 0x10F: 0, 0x110: 0, 0x131: 0, 0x132: 0, 0x8298: 0, 0x11A: 1, 0x11B: 1, 0x13E: 2, 0x13F: 6}
 _ELSEWHERE |= {0x211: 3, 0x214: 6}
 _MOST_EXIF = 8_000_000  # bytes, in a PNG or WebP: libpng reads no longer chunk
 
 # JPEG: baseline, extended (by Huffman codes) and progressive, of 8 bits. Arithmetic codes decode, but few can write
-# them to show it; lossless ones, hierarchical ones and 12 bits do not. Of 4 components, which are CMYK or YCCK, values
-# are inverted where an Adobe segment says so by being there; not so in a turned one, which OpenCV takes for inverted.
+# them to show it; lossless ones, hierarchical ones and 12 bits do not. Four components are CMYK or YCCK, inverted where
+# there is an Adobe segment. Turned ones without it are left out: OpenCV, which reads them, takes them for inverted.
 _JPEG_PROCESSES = {0xC0, 0xC1, 0xC2}
 _JPEG_OTHER = {0xC3: "lossless", 0xC9: "arithmetic", 0xCA: "arithmetic", 0xCB: "lossless arithmetic"}
 _JPEG_COMPONENTS = {1, 3, 4}  # grey; YCbCr, or RGB where the Adobe segment or the components' names say it; CMYK, YCCK
@@ -37,23 +39,13 @@ _JPEG_COMPONENTS = {1, 3, 4}  # grey; YCbCr, or RGB where the Adobe segment or t
 # exact, 16 bits are rounded to 8. Animated ones go wrong where EXIF follows the pixels or their frames are missing.
 _PNG_BITS = {0: (1, 2, 4, 8, 16), 2: (8, 16), 3: (1, 2, 4, 8), 4: (8, 16), 6: (8, 16)}
 
-# TIFF: photometric interpretation, bits, samples. All by the compressions below, both byte orders, in strips or (not
-# where white is zero) tiles, chunky; RGB of 8 bits also planar, in strips. Not in it, because wrong: white is zero of
-# 16 bits (read as if black were), grey with alpha (every decode is another), RGB of 16 bits planar (likewise), with
-# alpha planar, floats (clipped to 0..1), and of what is turned, which OpenCV reads, tiles and 8 bits with alpha; JPEG
-# inside, where a stream of another size than the TIFF leaves memory to be seen. Because the decoder declines: 2 and
-# 4 bits, signed, 32 bits. 1 bit is left out with them; and Lab, which no two programs read alike.
-_TIFF_KINDS = {
-    (0, 8, 1),
-    (1, 8, 1),
-    (1, 16, 1),
-    (2, 8, 3),
-    (2, 16, 3),
-    (2, 8, 4),
-    (2, 16, 4),
-    (3, 8, 1),
-    (5, 8, 4),
-}
+# TIFF: photometric interpretation, bits, samples. All of them chunky, by the compressions below, in both byte orders,
+# in strips or (not where white is zero) tiles; RGB of 8 bits also planar, in strips. Left out is what
+# - decodes wrong: white is zero of 16 bits (read as if black were zero); grey with alpha, and planar RGB of 16 bits or
+#   with alpha (each decode differs); floats (clipped to 0..1); turned ones, which OpenCV reads, in tiles or of 8 bits
+#   with alpha; JPEG inside (where its size is not that of the TIFF, other memory shows);
+# - does not decode: 2, 4 and 32 bits, signed; with them 1 bit, and Lab, which no two programs read alike.
+_TIFF_KINDS = {(0, 8, 1), (1, 8, 1), (1, 16, 1), (2, 8, 3), (2, 16, 3), (2, 8, 4), (2, 16, 4), (3, 8, 1), (5, 8, 4)}
 _TIFF_COMPRESSIONS = {1, 5, 8, 32773, 32946, 50000}  # none, LZW, Deflate, PackBits, Deflate, Zstandard
 _TIFF_PHOTOMETRIC = {0: "white is zero", 1: "black is zero", 2: "RGB", 3: "palette", 5: "CMYK", 6: "YCbCr", 8: "Lab"}
 _TIFF_SAMPLE = {1: "", 2: "signed ", 3: "float "}
@@ -81,7 +73,7 @@ _SEGMENT = struct.Struct(">HH").unpack_from  # of a JPEG: marker and length
 
 
 class Bytes:
-    """An open file, or a part of one, of which no more is read than is asked for, or ``window`` bytes at once."""
+    """An open file, or a part of one. A read takes ``window`` bytes, or as many as are asked for if these are more."""
 
     def __init__(self, descriptor, start, length, window=_WINDOW):
         self.length, self._window = length, window
@@ -94,7 +86,7 @@ class Bytes:
         return self._held[begin : begin + count]
 
     def on(self, offset, count):
-        """What is in memory from ``offset`` on, at least ``count`` bytes; otherwise likewise."""
+        """What is in memory from ``offset`` on, at least ``count`` bytes; errors as of ``at``."""
         begin = self._hold(offset, count)  # first: it may be other bytes that are held then
         return self._held[begin:]
 
@@ -115,7 +107,7 @@ class Bytes:
 
 
 class Held:
-    """Bytes in memory, likewise."""
+    """The same for bytes in memory."""
 
     def __init__(self, data):
         self.length, self._data = len(data), data
@@ -149,9 +141,9 @@ def named(start):
 
 
 def _orientation(block, fault=None):
-    """The orientation that an EXIF block names, 1 if none; ValueError where that is not certain, see above.
+    """The orientation that an EXIF block names, 1 if none; ValueError if it turns the image and is faulty, see above.
 
-    ``fault``: what is known to be wrong with the block.
+    ``fault``: what is already known to be wrong with the block.
     """
     while block[:6] == b"Exif\0\0":
         block, fault = block[6:], "begins with Exif once too often, where the decoder does not find it"

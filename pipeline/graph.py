@@ -2,10 +2,10 @@
 
 The same graph runs on the CPU (``device_id=None``) and, with "mixed" decoding, wholly on a GPU. It draws nothing
 itself: every parameter comes with the batch. Facts it relies on (DALI 2.4; the tests hold them):
-- a crop with flip is the relative region of interest of ``resize`` with the ends of x swapped; a relative region in
-  [0, 1] is safe whatever the size, an absolute one outside the image kills the process. (What has changed its size
-  since the scan is an error all the same: ``peek_image_shape`` agrees with the index on all that it admits.)
-  Where it enlarges, its filter reads the pixel beyond the crop, as Pillow's resize of a box and not torchvision's crop;
+- a crop with flip is the relative region of interest of ``resize`` with the ends of x swapped. A relative region in
+  [0, 1] is safe whatever the size of the image; an absolute one outside of it kills the process. (An image that has
+  changed its size since the scan is an error all the same: ``peek_image_shape`` agrees with the index.) Where a crop is
+  enlarged, the filter reads the pixel beyond it, as Pillow's resize of a box does and torchvision's crop does not;
 - brightness, contrast about the mean, saturation and hue together are an affine map of the colour,
   out = M.rgb + C.mean(rgb). Nothing is clipped in between, so highlights that brightness blows out come back when the
   contrast is lowered. Hue is a rotation about the grey axis; from torchvision's shift in HSV it differs, for a tenth of
@@ -38,24 +38,24 @@ _WIDEST = 300  # pixels: radius of the blur at the largest sigma that an Augment
 
 
 class View:
-    """A crop, resized. Further operations are a subclass, which brings the arrays that they take."""
+    """A crop, resized. A subclass adds operations, and the arrays that they take."""
 
     inputs = 0  # arrays that ``apply`` takes
 
     def feeds(self, drawn, number):
-        """These arrays, of view ``number`` of what was drawn for m images: [m, ...] each."""
+        """These arrays, [m, ...] each, from what was ``drawn`` for view ``number`` of m images."""
         return []
 
     def apply(self, image, arrays, *, side, gpu_form):
-        """The image [side,side,3] after the operations; ``arrays``: an iterator of what ``feeds`` has given, for one
-        image. ``gpu_form``: by the operators that a GPU takes. Called while a graph is built: what is conditional on an
-        array is an ``if`` on it."""
+        """The image [side,side,3] after the operations. ``arrays``: an iterator of what ``feeds`` gives, for one image.
+        ``gpu_form``: by operators that run on a GPU. Called while the graph is built: an ``if`` on an array becomes a
+        condition of the graph."""
         return image
 
 
 @dataclasses.dataclass(frozen=True)
 class Augmented(View):
-    """A view of pretraining: colour, then blur, then solarisation; what has probability 0 is not built."""
+    """A view of pretraining: colour, then blur, then solarisation. Operations of probability 0 are not built."""
 
     colour: bool = False
     blur: float = 0.0  # probability: at 1 the operation is unconditional
@@ -108,8 +108,8 @@ def region(boxes, flips, sizes):
 def colour_matrices(brightness, contrast, saturation, hue):
     """The affine colour map out = M.rgb + C.mean(rgb): factors [m] and hue in turns [m] -> M, C float32 [m,3,3].
 
-    Brightness b and contrast c about the mean luma y give b*c*rgb + b*(1-c)*y; saturation and hue follow, which keep
-    greys and so the second term.
+    Brightness b and contrast c about the mean luma y give b*c*rgb + b*(1-c)*y. Saturation and hue follow; they keep
+    greys, so the second term stays as it is.
     """
     columns = brightness, contrast, saturation, 2 * math.pi * hue
     b, c, s, angle = (np.asarray(column, np.float64)[:, None, None] for column in columns)
@@ -122,8 +122,8 @@ def colour_matrices(brightness, contrast, saturation, hue):
 
 
 def feeds(views, sizes, drawn):
-    """The arrays that a graph takes of images of sizes [m,2]: these, and in their order those that ``views`` take of
-    what was drawn."""
+    """Yields the arrays that a graph takes: the sizes [m,2] of the images, then for each view its regions and what it
+    takes of what was ``drawn``."""
     yield np.ascontiguousarray(sizes, np.int32)
     for number, view in enumerate(views):
         yield from region(drawn.boxes[:, number], drawn.flips[:, number], sizes)
@@ -131,8 +131,8 @@ def feeds(views, sizes, drawn):
 
 
 def names(files):
-    """Names of files as the graph takes them: uint8 [m, the longest], padded with NUL, which no name holds. Of a list
-    of arrays DALI takes each by itself: 2.0 instead of 0.15 ms for 512, in the thread that asks for a batch."""
+    """Names of files as the graph takes them: uint8 [m, the longest], padded with NUL, which no name holds. A list of
+    arrays would take DALI 2.0 ms for 512, this array takes 0.15, in the thread that asks for a batch."""
     encoded = [os.fsencode(file) for file in files]
     return np.array(encoded).view(np.uint8).reshape(len(encoded), -1)
 
@@ -140,9 +140,9 @@ def names(files):
 def pipeline(source, views, *, image_size, batch_size, threads, device_id, files=True, gpu_form=None):
     """A DALI pipeline with one uint8 [B,H,W,3] output per view.
 
-    ``source`` yields batches, or returns one when it is called until it raises StopIteration: the ``names`` of the
-    files or, without ``files``, a list of the files themselves (uint8 arrays), then the ``feeds`` of the views.
-    ``gpu_form`` picks the operators of colour and blur that a GPU takes (default: there).
+    ``source`` yields batches, or is a function that returns one until it raises StopIteration: the ``names`` of the
+    files or, without ``files``, a list of their contents (uint8 arrays); then the ``feeds`` of the views.
+    ``gpu_form`` picks the operators of colour and blur that run on a GPU (default: on a GPU).
     """
     from nvidia.dali import fn, pipeline_def
 
@@ -195,14 +195,14 @@ def _recolour(image, side, direct, centre, gpu_form):
 
 
 def _blur(image, sigma, gpu_form):
-    """A Gaussian blur, ``sigma`` > 0, by a window that ends beyond three of them."""
+    """A Gaussian blur by a window that reaches three ``sigma`` (> 0) or a little more to each side."""
     from nvidia.dali import fn
 
     return fn.gaussian_blur(image, sigma=sigma) if gpu_form else _filtered(image, sigma)
 
 
 def _filtered(image, sigma):
-    """The same but for rounding by two filters, of a row and of a column: on a CPU in a fifth of the time."""
+    """The same but for rounding, by a filter along rows and one along columns: on a CPU in a fifth of the time."""
     from nvidia.dali import fn, types
     from nvidia.dali import math as dmath
 
@@ -219,7 +219,7 @@ def _filtered(image, sigma):
 
 
 def decode(encoded, gpu, size=None):
-    """The decoding operator: upright RGB, uint8 HWC; what has another ``size``, int32 [2], is an error."""
+    """The decoding operator: upright RGB, uint8 HWC; an image of another ``size``, int32 [2], is an error."""
     from nvidia.dali import fn, types
 
     # A header that does not parse must fail before the decoder: there, in a batch of more than four images a thread,
@@ -234,7 +234,7 @@ def decode(encoded, gpu, size=None):
 
 
 def engines(device_id):
-    """Whether this GPU has engines of its own that decode JPEGs (baseline ones), by a trial with them alone."""
+    """Whether this GPU has engines that decode (baseline) JPEGs: found out by decoding one with nothing else."""
     from nvidia import nvimgcodec
 
     picture = io.BytesIO()
@@ -247,11 +247,11 @@ def engines(device_id):
 
 
 def probe(images, device_id):
-    """Decode each image alone, as the graph does, if the index would have it: yields None for a good one, the reason
+    """Decodes each image alone, as the graph does, if an index would admit it. Yields None for a good one, the reason
     for a bad one, and for one that cannot be read now the OSError, with an ``errno`` of ``MAY_PASS`` or ``UNCLEAR``.
 
-    An image is its path, or a function that returns its file (uint8 [bytes]), or raises OSError, or ValueError with the
-    reason.
+    An image is a path, or a function that returns the file, uint8 [bytes], or raises OSError, or ValueError with the
+    reason why it is bad.
     """
     from nvidia.dali import fn, pipeline_def
 
@@ -278,15 +278,15 @@ def probe(images, device_id):
             alone = graph()  # nothing promises that a pipeline goes on after an error
             alone.build()
             said = _cause(error)
-            # These say no more than that it failed, but not for want of a GPU's memory: where a decoder fails,
-            # nvImageCodec goes on to its next one, and to those of the CPU last.
+            # These messages say only that it failed. It was not for want of a GPU's memory: where a decoder fails,
+            # nvImageCodec tries the next one, those of the CPU last.
             its_own = "decode" in said or "nvImageCodec failure" in said
             yield "does not decode (truncated or corrupt)" if its_own else f"does not decode ({said})"
 
 
 def _read(images):
-    """The file of each image, or the error, in order. Some are read ahead: a slow store takes as long for several as
-    for one. Not all: each may be large."""
+    """Yields the file of each image, or the error, in order. Some are read ahead, as a slow store takes as long for
+    several as for one; not all, as each may be large."""
 
     def result(image):
         try:
@@ -307,7 +307,7 @@ def _read(images):
 
 
 def read(path, offset=0, length=-1):
-    """So many bytes of a file, or of an object, from ``offset`` on, or all: uint8 [bytes]; OSError where they cannot be
+    """``length`` bytes, or all, of a file or an object from ``offset`` on: uint8 [bytes]; OSError where they cannot be
     read."""
     if path.startswith(objects.SCHEME):
         return objects.get(path, offset, length)
@@ -317,11 +317,11 @@ def read(path, offset=0, length=-1):
 
 
 def _hush():
-    """Of what is printed for each file that does not decode, leave out the half that is OpenCV's.
+    """Turns off what OpenCV prints of each file that does not decode.
 
-    nvImageCodec, which loads OpenCV for some formats, prints the other half, and nothing turns that off: its level has
-    no value below that of errors, and the stream that it writes to is that of the whole process. Called before a graph
-    is built, not in one: DALI would rewrite it and log that, environment and all.
+    What nvImageCodec prints of it stays: its level has no value below errors, and the stream that it writes to is that
+    of the whole process. Called before a graph is built, not within: DALI would rewrite this function, and log that,
+    environment and all.
     """
     os.environ.setdefault("OPENCV_LOG_LEVEL", "OFF")
 

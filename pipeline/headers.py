@@ -37,8 +37,8 @@ _COMPRESSED = re.compile(r"\.(gz|bz2|xz|zst|zip)", re.IGNORECASE)
 UNPACK = "expected plain .tar files, whose members can be read where they lie: decompress them"
 _MAX_SIDE, _MAX_PIXELS = 65535, 178_000_000
 _WINDOW = 1024  # bytes read at once of a tar, where pages are far apart: a JPEG's header without EXIF has 650
-# Of the header of a tar's member: name, size, check sum, kind, prefix of the name. Kinds: a file (three), link,
-# symbolic link, device (two), folder, pipe.
+# The header of a member of a tar: name, size, check sum, kind, prefix of the name. Kinds: file (NUL, 0 and 7), link,
+# symbolic link, device (3 and 4), folder, pipe.
 _HEADER = struct.Struct("100s24x12s12x8sc188x155s12x")
 _ZEROS, _DATA, _KINDS = bytes(512), b"\x0007", b"\x0001234567"
 _PAX = re.compile(r"path|size|linkpath|[amc]time|uid|gid|uname|gname|(SCHILY|LIBARCHIVE)\.xattr\..*", re.DOTALL)
@@ -57,7 +57,7 @@ _FIRST, _MOST = 16_384, 1 << 20
 
 
 def read_headers(root, paths):
-    """For each image file [height, width] or why it is rejected; for each tar its rows, see ``_read_shard``."""
+    """[height, width] of each image file, or why it is rejected; the rows of each tar, see ``_read_shard``."""
     root = os.path.join(root, "")
 
     def one(path):
@@ -74,12 +74,12 @@ def read_headers(root, paths):
 
 
 def unread(result):
-    """Why a file whose result this is could not be read although nothing may be wrong with it, or None."""
+    """Why a file could not be read, by its result, if the reason may pass; otherwise None."""
     return next((reason for reason in _reasons(result) if reason.split(": ")[0] in _PASSING), None)
 
 
 def refused(result):
-    """Whether a file whose result this is may be read at another time although nothing changes about it."""
+    """Whether a file with this result was refused, so that another start may read it though it has not changed."""
     return any(reason.split(": ")[0] in _REFUSED for reason in _reasons(result))
 
 
@@ -105,8 +105,8 @@ def _read_file(path):
 
 
 def opened(path, _=None):
-    """A descriptor of a regular file, as an ``opener`` of Python's; OSError where it cannot be opened or is something
-    else: a pipe would keep whoever opens it waiting."""
+    """A descriptor of a regular file; OSError where it cannot be opened or is something else, such as a pipe, which
+    would keep its reader waiting. Fits ``opener`` of Python's ``open``."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -181,8 +181,8 @@ def _read_shard(path):
 
 
 def _plain_members(descriptor):
-    """What ``_members`` finds in a tar that is whole and holds nothing unusual, of which no more is read than headers;
-    None where it has to look.
+    """What ``_members`` finds, by reading headers only, in a tar that is whole and holds nothing unusual; None for any
+    other.
 
     tarfile takes 30 us for a member, and read-ahead half of the tar from the disk.
     """
@@ -233,7 +233,7 @@ def _octal(field):
 
 
 def _pax(data):
-    """What records of an extended header say of a member's name and size; ValueError where more hangs on them."""
+    """The records of an extended header, {name: bytes}; ValueError where more than name and size matters."""
     given = {}
     while data:
         length, _, _ = data.partition(b" ")

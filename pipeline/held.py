@@ -1,4 +1,4 @@
-"""What another library takes back too early, held until the device has read it.
+"""Holds memory that another library would take back before the device has read it.
 
 DALI takes the memory of an output back, in the order of its own stream, as soon as nothing refers to it. Kernels that
 are still to read it, in the order of another, are not waited for: they would find later images there, and no error.
@@ -28,8 +28,8 @@ class Held:
         self._let_go(0)
 
     def until_read(self, memory: Any) -> None:
-        """Keeps ``memory``, whose last use has been queued, until that is over. At most ``_MOST`` are kept: where there
-        is one more, the oldest is waited for, so that the caller runs no further ahead of the device."""
+        """Keeps ``memory``, whose last use has been queued, until that use is over. At most ``_MOST`` are kept:
+        one more waits for the oldest, so that the caller runs no further ahead of the device."""
         self._waiting.append((self._record(), memory))
         self._let_go(_MOST)
 

@@ -33,7 +33,8 @@ class Index:
     """
 
     root: Path
-    # Becomes Paths: relative to root, "/" between folders; shard!member in a shard; of a list its own, also s3:// URIs.
+    # Kept as Paths. Relative to root, with "/" between folders; shard!member in a shard; as a list has them, which may
+    # be absolute or s3:// URIs.
     paths: Sequence[str]
     labels: np.ndarray  # int64 [n], position in classes; -1 = none
     sizes: np.ndarray  # int32 [n,2] height and width, pixels, after the EXIF rotation
@@ -41,7 +42,7 @@ class Index:
     rejected: dict[str, str]  # path -> why it is not in the index
     # The tar files, relative to root, or absolute where they were unpacked; () where every image is a file of its own.
     shards: tuple[str, ...] = ()
-    places: np.ndarray | None = None  # integers [n,3] position in shards, offset, bytes; None likewise
+    places: np.ndarray | None = None  # integers [n,3] position in shards, offset, bytes; None without shards
     stored: Path | None = None  # the file whose pages the arrays are
     reader: ClassVar[str] = "nvidia.dali"  # the package that decodes the images
 
@@ -56,7 +57,7 @@ class Index:
         return (_opened, (self.stored, self.root)) if self.stored else super().__reduce_ex__(protocol)
 
     def file(self, i: int) -> str:
-        """Absolute path of image i, or its URI; in a shard, where nothing can open it, no more than a name."""
+        """Absolute path of image i, or its URI. Of one in a shard it is a name only, which nothing can open."""
         return self._whole(self.paths[i])
 
     def _whole(self, path):
@@ -70,7 +71,7 @@ class Index:
         return os.path.join(self.root, self.shards[shard]), offset, length
 
     def without(self, bad: dict[int, str]) -> "Index":
-        """This index, with the samples ``bad``, {sample: reason}, among the rejected; those behind them move up."""
+        """This index with the samples ``bad``, {sample: reason}, among the rejected; those that follow move up."""
         if not bad:
             return self
         kept = np.delete(np.arange(len(self)), list(bad))
@@ -86,8 +87,8 @@ class Index:
         return dict.fromkeys(np.flatnonzero(self.labels < 0).tolist(), reason)
 
     def left_out(self, bad: dict[int, str]) -> dict[str, str]:
-        """{file: reason} of all that an evaluation by classes leaves out where the samples ``bad``, {sample: reason},
-        cannot be used."""
+        """{file: reason} of all that an evaluation by classes leaves out: the rejected, the unlabelled, and the samples
+        ``bad``, {sample: reason}."""
         named = {self._whole(path): reason for path, reason in self.rejected.items()}
         named |= {self.file(i): reason for i, reason in self.unlabelled().items()}
         return named | {self.file(i): reason for i, reason in bad.items()}
@@ -104,7 +105,7 @@ class Index:
 
     def open(self) -> Reader | None:
         """What reads the images out of shards or from an object store; None where every image is a file of its own.
-        OSError where there are no unpacked ones, ValueError where nothing that reads from a store is installed."""
+        OSError where the tars of Parquet files are gone, ValueError where what reads from a store is not installed."""
         if self._unpacked and not all(map(os.path.exists, self.shards)):
             raise OSError(
                 f"{os.path.dirname(self.shards[0])} lacks what the Parquet files of {self.root} were unpacked into; "
@@ -123,7 +124,7 @@ class Index:
         return digest.hexdigest()
 
     def keep(self, path: Path, *, anew: bool = True) -> None:
-        """Leave the index in a file, for ``kept``; unless ``anew``, only where no index is that can be read."""
+        """Write the index to a file, for ``kept``. Without ``anew`` an index that is there and can be read stays."""
         if not anew and self.kept(path, self.root) is not None:
             return
         if self.stored is None:
@@ -138,7 +139,7 @@ class Index:
 
     @staticmethod
     def kept(path: Path, root: Path) -> "Index | None":
-        """The index that ``keep`` left, with its images below ``root``; None if there is none."""
+        """The index that ``keep`` wrote, with its images below ``root``; None if there is none."""
         stored = caches.read(path)
         try:
             about, arrays = stored
@@ -154,18 +155,18 @@ class Index:
         return index
 
     def changes(self, now: "Index") -> dict[str, Sequence[str]]:
-        """What is different in a later index: paths that are "gone", that are "new", and that are "changed" (class,
-        size, or place in a shard)."""
+        """What differs in a later index: the paths that are "gone", "new" and "changed" (class, size, or place in a
+        shard)."""
         gone, changed, new = self._compared(now)
         return {"gone": self.paths.take(gone), "new": now.paths.take(new), "changed": self.paths.take(changed)}
 
     def lost(self, now: "Index") -> tuple[list[int], list[int]]:
-        """The samples that are gone in a later index, and those that are changed."""
+        """The samples that are gone in a later index, and those that have changed."""
         gone, changed, _ = self._compared(now)
         return gone.tolist(), changed.tolist()
 
     def _compared(self, now):
-        """The samples that are gone and that are changed, and those of the later index that are new."""
+        """The samples that are gone, those that have changed, and those of the later index that are new."""
         there = matched(self.paths, now.paths)
         mine = np.flatnonzero(there >= 0)
         theirs, new = there[mine], np.ones(len(now), bool)
@@ -181,8 +182,8 @@ class Index:
         return np.flatnonzero(there < 0), mine[differ], np.flatnonzero(new)
 
     def differing(self, path: Path, images: int) -> str:
-        """What to say of a run that was begun with other data, so many images: what differs from the index that was
-        kept in the file, and what to do."""
+        """What to say where a run was begun with other data, ``images`` in number: what differs from its index, kept in
+        the file ``path``, and what to do."""
         kept = self.kept(path, self.root)
         what = f"{counted(images, 'image')} there, {len(self):,} now"
         if kept is None:
@@ -210,10 +211,10 @@ class Index:
         - a list (.txt .tsv .lst .list), one path and label a line: see ``sources.TextList``;
         - ``s3://BUCKET/FOLDER``, objects as the files of a folder.
 
-        ``cache`` names a folder that keeps the result until a name, size or time of change below root differs (of a
-        list: its text too), which is looked at each time unless it is to be trusted; and what is known while the scan
-        goes on. ``progress`` is told how many files of all are read, and with the word for it, of rows, unpacked;
-        without it that is ``shown``.
+        ``cache`` names a folder that keeps the result, while the scan goes on too. It is taken as long as no name, size
+        or time of change below root differs, nor the text of a list; ``trust`` takes it without a look.
+        ``progress`` is told how many files of all are read and, with "unpacking", how many rows; by default it is
+        ``shown``.
         What cannot be read for a reason that may pass is waited for, and ends the scan where that is too long.
         Raises OSError if root cannot be listed, ValueError if it holds no usable image.
         """
@@ -257,7 +258,7 @@ class Index:
 
 
 def _readable(index):
-    """The index; ValueError where its files are not found by their names, as the locale has other bytes for them."""
+    """The index; ValueError where the locale turns a name into other bytes, so that its file would not be found."""
     encoding = sys.getfilesystemencoding()
     if encoding != "utf-8" and index.paths.blob.max() > 127:
         name = next(path for path in index.paths if not path.isascii())
@@ -277,7 +278,7 @@ def _more_to_read(index):
 def _opened(path, root):
     index = Index.kept(path, root)
     if index is None:
-        raise OSError(f"{path}, an index, cannot be read here, where another process could; expected the same files")
+        raise OSError(f"{path}, an index that another process could read, cannot be read here; expected the same files")
     return index
 
 

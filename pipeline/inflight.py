@@ -1,7 +1,7 @@
-"""What a decoder holds, on record: when it takes the process with it, the next one knows the suspects.
+"""A record of what is being decoded: where a decoder ends the process, the next process knows the suspects.
 
-A record is a file of a few kilobytes, which is there while batches are read and as it was written last where the
-process ends without a word: the fingerprint of the index, and the samples of the batches that were planned last.
+A record is a file of a few kilobytes: the fingerprint of the index, and the samples of the batches that were planned
+last. It exists while batches are read, and stays where the process ends without a word.
 """
 
 import collections

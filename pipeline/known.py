@@ -1,7 +1,7 @@
-"""The images that were found bad by other means than by training on them: a file beside the index of a run.
+"""The images that a run knows to be bad before it reads them: a file beside its index.
 
-``index/bad.jsonl`` has a line {"path", "reason", "state"} for each. The state, size and time of change of the file
-or object that it lies in, tells whether it is still the same; repaired or replaced it is as good as any other.
+``index/bad.jsonl`` has a line {"path", "reason", "state"} for each. The state is size and time of change of the file or
+object that holds the image: once that has changed, the line no longer counts.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ FILE = "bad.jsonl"
 
 
 def read(path: Path, index: Index) -> dict[int, str]:
-    """{sample: reason} of the images of an index that are on the list, and are what they were."""
+    """{sample: reason} of the images of an index that are on the list and have not changed since."""
     lines = {path: (reason, state) for path, reason, state in _lines(path)}
     found = index.paths.positions(lines)
     states = _states(index, found)
@@ -49,7 +49,7 @@ def _lines(path):
 
 
 def _states(index, samples):
-    """[bytes, time of change in ns] of the file or object that holds each image; None of one that cannot be asked."""
+    """[bytes, time of change in ns] of the file or object that holds each image; None where it cannot be asked for."""
 
     def state(i):
         place = index.place(i)[0]

@@ -14,8 +14,8 @@ _WAITED = 0.02  # seconds that a part of the work has waited for something, from
 
 
 class Threads(concurrent.futures.Executor):
-    """At most so many threads. Unlike with a ThreadPoolExecutor, neither ``shutdown`` nor the end of the process waits
-    for them: a store that hangs answers no request for half a minute."""
+    """``most`` threads, or as many as there are tasks. Unlike with a ThreadPoolExecutor, neither ``shutdown`` nor the
+    end of the process waits for them: a store that hangs answers no request for half a minute."""
 
     def __init__(self, most: int):
         self._most, self._started, self._tasks = most, 0, queue.SimpleQueue()
@@ -39,7 +39,7 @@ class Threads(concurrent.futures.Executor):
             del task, future, work  # and what they hold, until the next one comes
 
     def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:
-        """What has been submitted is done, unless it is cancelled; then the threads end."""
+        """Ends the threads once they have done, or ``cancel_futures`` has cancelled, what was submitted."""
         with contextlib.suppress(queue.Empty):
             while cancel_futures:
                 self._tasks.get_nowait()[0].cancel()
@@ -48,8 +48,9 @@ class Threads(concurrent.futures.Executor):
 
 
 def concurrently(work: Callable, parts: Sequence) -> list[Any]:
-    """``work`` of each part: one after the other and, once a part has mostly waited (not for its turn on a loaded
-    machine), the rest by threads. Where nothing waits, threads cost more than they save: only one runs Python."""
+    """[``work(part)`` for each part], one after the other. Once a part has mostly waited, though not for its turn on a
+    loaded machine, threads do the rest. Where nothing waits they would cost more than they save: only one runs Python.
+    """
     results = []
     for number, part in enumerate(parts):
         wall, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_THREAD)

@@ -24,7 +24,7 @@ _OTHERS = 9  # files of a store that are compared, with that one
 
 
 def bad_limit(files: int, share: float) -> int:
-    """How many of so many files, never all of them, may be bad before a run stops."""
+    """How many of ``files`` may be bad before a run stops: a ``share`` or the floor, but never all of them."""
     return min(max(_BAD_FLOOR, int(share * files)), files - 1) if share else 0
 
 
@@ -32,8 +32,8 @@ def bad_limit(files: int, share: float) -> int:
 class Batch:
     """One rank's part of a global batch, B images, all on the device."""
 
-    # uint8 [B,H,W,3] each; DALI's own memory. On a GPU all that reads them is queued, on the current stream, before the
-    # next batch is asked for: see pipeline/held.py.
+    # uint8 [B,H,W,3] each; DALI's own memory. On a GPU queue all that reads them on the current stream before you ask
+    # for the next batch: see pipeline/held.py.
     views: tuple[torch.Tensor, ...]
     boxes: torch.Tensor  # int32 [B,views,4] (y, x, h, w), pixels of the upright source image as it was indexed
     flips: torch.Tensor  # bool [B,views]
@@ -42,7 +42,7 @@ class Batch:
 
 
 class TooManyBadFiles(ValueError):
-    """More of the images do not decode than a run should pass over in silence."""
+    """More of the images cannot be used than a run may leave out."""
 
 
 def refuse_too_many(bad, index, share):
@@ -58,11 +58,11 @@ class Loader:
     """Endless, numbered batches of two augmented views (one with labels); ``batch_size`` counts those of all ranks.
 
     Batch b belongs to epoch b // batches_per_epoch; an incomplete last batch of an epoch is dropped. What a batch holds
-    depends on its number, the seed, the index and the augmentation only. ``bad`` names the samples found undecodable so
-    far and why. A file that cannot be read for a reason that may pass is none of them but waited for. Raises ValueError
-    for sizes that do not divide and, while iterating, TooManyBadFiles when more than ``max_bad`` of the index is bad,
-    and OSError when such a file cannot be read for too long. ``record``: a file that names the samples in flight as
-    long as there are any.
+    depends on its number, the seed, the index and the augmentation only. ``bad``: {sample: reason} of those that cannot
+    be used, as far as they are known. A file that cannot be read for a reason that may pass is not one of them but is
+    waited for. ``record``: a file that names the samples in flight as long as there are any. Raises ValueError for
+    sizes that do not divide and, while iterating, TooManyBadFiles when more than ``max_bad`` of the index is bad, and
+    OSError when a file cannot be read for too long.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Loader:
 
     @property
     def decoder(self) -> str:
-        """What decodes, to be read behind the number of threads; nothing for a CPU."""
+        """What decodes, for the screen behind the number of threads; "" on a CPU."""
         if self.device.type != "cuda":
             return ""
         by = "engines" if graph.engines(_number(self.device)) else "cores: it has no engine"
@@ -115,11 +115,11 @@ class Loader:
             yield Batch(views, *(on_device(array, self.device) for array in arrays))
 
     def samples(self, number: int) -> np.ndarray:
-        """The samples of batch ``number`` on this rank, int64 [B], as far as the bad files are known."""
+        """The samples of batch ``number`` on this rank, int64 [B], by the bad files that are known so far."""
         return self._plan(number, last=0).sample
 
     def _plan(self, number, last):
-        """Which samples batch ``number`` holds on this rank, and what is done to them; ``last``: that of the epochs."""
+        """Which samples batch ``number`` holds on this rank, and what is done to them; ``last``: the last epoch."""
         self._found({})  # the caller may have added what other ranks found
         epoch, position = divmod(number, self.batches_per_epoch)
         start = position * self._batch_size + self._rank * self._per_rank
@@ -130,7 +130,7 @@ class Loader:
         return _Plan(sample, tuple(graph.feeds(self._views, sizes, drawn)), drawn)
 
     def _order(self, epoch, last):
-        """The order of an epoch. Unless it is the last one, a thread computes that of the next while it is used."""
+        """The order of an epoch. Unless that is the last one, a thread computes the order of the next meanwhile."""
         self._orders = {e: order for e, order in self._orders.items() if e in (epoch, epoch + 1)}
         for e in (epoch, min(epoch + 1, max(epoch, last))):
             if e not in self._orders:
@@ -159,10 +159,10 @@ def evaluation_batches(
 ):  # fmt: skip
     """Yield (images uint8 [b,S,S,3], sample int64 [b], label int64 [b]) on the device, every sample once and in order.
 
-    The shorter side is resized to 8/7 of S and the centre cut out; below 64 pixels, where images are as small as that
-    themselves, the whole image is resized to S x S. The last batch may be smaller; files that do not decode are left
-    out and noted in ``bad`` {sample: reason}. Files that cannot be read for now are waited for; ``record``: both as of
-    ``Loader``. Where the process is asked to stop, Stopped between two batches.
+    The shorter side is resized to 8/7 of S and the centre cut out; for an S below 64, where the images are small too,
+    the whole image is resized to S x S. The last batch may be smaller; files that do not decode are left out and noted
+    in ``bad`` {sample: reason}. Files that cannot be read for now are waited for, and ``record`` is kept, as by
+    ``Loader``. Where the process is asked to stop, Stopped is raised between two batches.
     """
     samples, device = np.asarray(samples, np.int64), torch.device(device)
     bad = {} if bad is None else bad
@@ -197,10 +197,10 @@ class _Plan:
 def _decoded(index, plan, numbers, views, settings, device, found, record):
     """Run the plans of a range of numbers through the graph: yield (plan, uint8 tensors [B,H,W,3] on the device).
 
-    A failed batch is taken apart: ``found`` gets {sample: reason} of the files that do not decode, and a new pipeline
-    (4 ms on the CPU) goes on at that batch, which is planned again, as are those that were in flight behind it. OSError
-    where files cannot be read for too long. ``record``: None or a file for ``inflight.Record``. A batch of many pixels
-    goes through the graph in parts.
+    Of a batch that fails each file is tried: ``found`` is called with {sample: reason} of those that do not decode, and
+    a new pipeline (4 ms on the CPU) goes on with that batch, which is planned again, as are those in flight behind it.
+    OSError where files cannot be read for too long. ``record``: None or a file for ``inflight.Record``. A batch of many
+    pixels goes through the graph in parts.
     """
     gpu = device.type == "cuda"
     device_id = _number(device) if gpu else None
@@ -255,7 +255,7 @@ def _number(device):
 
 
 def _source(parts, planned, note):
-    """What feeds the graph: notes in ``planned`` what it yields. ``note``, if any, is told the samples."""
+    """What feeds the graph. What it yields is noted in ``planned``; ``note``, if any, is called with the samples."""
     for number, current, part, files in parts:
         planned.append((number, current, part))
         if note:
@@ -264,9 +264,9 @@ def _source(parts, planned, note):
 
 
 def _parts(index, reader, plan, numbers, most):
-    """Plans the numbers one after the other, skips empty plans, and yields (number, plan, part, a function that returns
-    what the graph takes for the files), of each plan parts of at most so many pixels. What a reader reads is begun
-    beforehand: the next part, and more until the reader is busy or a third of the pixels are ahead."""
+    """Plans the numbers one after the other, and yields (number, plan, part, a function that returns the files as the
+    graph takes them) for each part of a plan, of at most ``most`` pixels; empty plans have none. A reader begins the
+    next part beforehand, and more until it is busy or a third of the pixels are ahead."""
     ahead, most = collections.deque(), most // 3 if reader else most  # a file is seldom larger than its image
     for number in numbers:
         current = plan(number)
@@ -287,7 +287,6 @@ def _parts(index, reader, plan, numbers, most):
 def _probe(index, reader, sample, device_id, outage):
     """{sample: reason} of the images that do not decode or are not there; those that cannot be read are waited for.
     MemoryError where there is not enough memory to decode one."""
-
     read = reader.read if reader else lambda s: graph.read(index.file(s))
     again = reader.again if reader else read
 
@@ -324,7 +323,7 @@ def _probe(index, reader, sample, device_id, outage):
 
 
 def _checked(read, size):
-    """What ``read`` returns; ValueError with the reason where the index would not have it, or not of this size."""
+    """What ``read`` returns; ValueError with the reason where an index would not admit it, or not with this size."""
     content = read()
     found = headers.upright(formats.Held(content.tobytes()))
     if found != size:
@@ -334,7 +333,7 @@ def _checked(read, size):
 
 
 def _others(index, sample):
-    """A few samples from all over the index that come from the same store as this one."""
+    """A few samples from all over the index that come from the same bucket, or all from disks, as this one."""
     path = index.paths[sample]
     if path.startswith(objects.SCHEME):
         same = index.paths.beginning(objects.bucket_of(path))

@@ -18,15 +18,15 @@ from pipeline.headers import counted
 
 _MOST = 1 << 29  # pixels: 1.6 GB decoded; 22 images of 24 megapixels, enough for all threads to have something to do
 _COMMON, _WORST = 7, 13  # bytes a pixel, of compressed images of 8 bits and of any; see above
-# Of views that there are at a time: one ahead, one in use and, on a GPU, two that are still read (``held.py``). Beside
-# them what their operations hold, bytes a pixel of a view: colours in float32 on a GPU. Measured as above, with the
-# augmentation of ImageNet, both in the form of a CPU and in that of a GPU; without colour and blur it is 1.
+# Batches of views that exist at a time: one ahead, one in use and, on a GPU, two that are still read (``held.py``).
 _BATCHES = 4
+# Bytes that the operations of a view hold besides, for each of its pixels: on a GPU colours are in float32. Measured as
+# above, with the augmentation of ImageNet, by operators of a CPU and of a GPU; without colour and blur it is 1.
 _OPERATIONS = 20
 _WORTH_SAYING = 1e9  # bytes
 _ROOT = Path("/")
 
-# A limit and what is used of it, by the version of control groups, and what of that can be had back.
+# For each version of control groups: folder; files of the limit and of what is used; what of that can be reclaimed.
 _GROUPS = {
     "0::": ("", "memory.max", "memory.current", "inactive_file "),
     ":memory:": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file "),
@@ -70,7 +70,7 @@ def most_pixels(device: torch.device) -> int:
 
 
 def parts(sizes: np.ndarray, pixels: int, images: int) -> Iterator[slice]:
-    """Cuts images of ``sizes`` [n,2] into runs of at most so many pixels and images, or of one image."""
+    """Cuts images of ``sizes`` [n,2] into runs of at most ``pixels`` and ``images``; of one image, if that has more."""
     first = total = 0
     for i, size in enumerate(sizes.astype(np.int64).prod(1).tolist()):
         if i > first and (total + size > pixels or i - first == images):
@@ -82,8 +82,8 @@ def parts(sizes: np.ndarray, pixels: int, images: int) -> Iterator[slice]:
 
 
 def plan(index, *, batch: int, image_size: int, views: int, device: torch.device) -> str:
-    """What batches of ``index`` take, in a line for the screen, "" where that is little; ``batch``: images of this
-    process. ValueError where there is not enough memory."""
+    """A line for the screen on the memory that batches of ``index`` take, "" where it is little; ValueError where there
+    is not enough. ``batch``: images of this process."""
     pixels, left = index.sizes.astype(np.int64).prod(1), free(device)
     largest, most = int(pixels.argmax()), most_pixels(device)
     crops = (3 * _BATCHES + _OPERATIONS) * batch * views * image_size**2

@@ -1,5 +1,5 @@
 """Objects of S3, or of a store that speaks its protocol: one request each, by obstore, with the credentials that boto3
-finds (and renews) as all tools of AWS do. Without any, requests are not signed, as public buckets want it."""
+finds (and renews) as all tools of AWS do. Without credentials requests are not signed, as public buckets want it."""
 
 import datetime
 import errno
@@ -19,15 +19,16 @@ else:  # see headers.py
 SCHEME = "s3://"
 GONE = "no such object"
 AT_A_TIME = 256  # requests of a process
-WAIT = 30  # seconds until something comes, and for trying again what failed
+WAIT = 30  # seconds until something comes, and within which a request that failed is tried again
 _LONGEST = 300  # seconds until an object has come whole: 100 MB from a slow store
 _CONNECT = 5  # seconds until there is a connection
-# Attempts after the first, with growing pauses. A store that is asked too much refuses a share of all requests: half of
-# them leave one image of 16 unread after 3 more attempts, which no batch of 512 survives, and one of 500 after 8.
+# Attempts after the first, with growing pauses. A store that is asked too much refuses a share of all requests. Where
+# that is half of them, one image of 16 is still unread after 3 more attempts, and one of 500 after 8; a batch of 512
+# needs all of its images.
 RETRIES = 8
 _FRESH = datetime.timedelta(minutes=10)  # after which boto3 is asked again for credentials, which it renews when due
-# What errors of obstore say: a status, and of the answer of S3 a code and a message; or what went wrong on the way, of
-# which the first that is there counts.
+# What an error of obstore says: a status, and the code and message in S3's answer; or what went wrong on the way, of
+# which the first below counts.
 _ANSWER = [
     re.compile(pattern, re.DOTALL)
     for pattern in (r"status code: (\d+[ \w]*)", r"<Code>\s*(.*?)\s*</Code>", r"<Message>\s*(.*?)\s*</Message>")
@@ -38,13 +39,13 @@ _ODD = "an empty, . or .. part, or a control character"
 _NO_PATH = re.compile(r'invalid path: .*?Path "(.*?)"(?: contained|: )', re.DOTALL)
 _FROM = "External AWS credential provider: "  # what follows is said by boto3
 _ELSEWHERE = "the bucket is in another region; expected AWS_REGION to name it"
-_WRONG = {  # where no waiting helps
+_WRONG = {  # what stands in an error: what to say of it; where no waiting helps
     "without LOCATION": _ELSEWHERE,
     "Name or service not known": "there is no such host; expected AWS_ENDPOINT_URL, or AWS_REGION, of a store",
     "InvalidCertificate": "its certificate is not trusted; expected SSL_CERT_FILE to name that of who signed it",
     "InvalidContentType": "it does not speak TLS; expected http:// in AWS_ENDPOINT_URL",
 }
-_WAYS = {
+_WAYS = {  # likewise, of what may pass
     "kind: Connect": "cannot connect",
     "kind: Timeout": f"no answer in {WAIT} s",
     "kind: Interrupted": "the answer breaks off",
@@ -58,9 +59,9 @@ _lock = threading.Lock()
 
 
 def ready(uris: Sequence[str] = ()) -> None:
-    """ValueError where what reads objects is not installed, credentials are asked for that are not there, or the store
-    has an address that is none, of which obstore would die; OSError, in one line, where the store refuses a few of
-    ``uris`` for reasons that no waiting changes. It is called at a start."""
+    """Looks, at a start, whether objects can be read: ValueError where what reads them is not installed, credentials
+    that are configured are missing, or AWS_ENDPOINT_URL is no address, which would end obstore's process; OSError in
+    one line where the store refuses a few of ``uris`` for a reason that no waiting changes."""
     _credentials()
     where = os.environ.get("AWS_ENDPOINT_URL", "http://host")
     if not re.match("https?://[^/]", where):
@@ -89,12 +90,12 @@ def parsed(uri: str, *, folder: bool = False) -> tuple[str, str]:
 
 
 def bucket_of(uri: str) -> str:
-    """What the URIs of all objects of a bucket begin with, s3://BUCKET/, by that of one of them."""
+    """s3://BUCKET/, with which the URIs of all objects of a bucket begin, from one of them."""
     return "/".join(uri.split("/")[:3]) + "/"
 
 
 def get(uri: str, offset: int = 0, length: int = -1) -> np.ndarray:
-    """So many bytes of an object from ``offset`` on, or all: uint8 [bytes]; one request; OSError as by ``_asked``."""
+    """``length`` bytes of an object from ``offset`` on, or all: uint8 [bytes]; OSError as by ``_asked``."""
     whole = not offset and length < 0
 
     def request(store, key):
@@ -104,7 +105,7 @@ def get(uri: str, offset: int = 0, length: int = -1) -> np.ndarray:
 
 
 def begin(uri: str, length: int) -> tuple[bytes, int]:
-    """The first bytes of an object, at most so many, and how many it has, by one request; OSError as by ``_asked``."""
+    """The first bytes of an object, at most ``length``, and its size, by one request; OSError as by ``_asked``."""
 
     def request(store, key):
         answer = store.get(key, options={"range": (0, length)})
@@ -124,8 +125,8 @@ def state(uri: str) -> list[int]:
 
 
 def listed(uri: str) -> list[tuple[str, int, int]]:
-    """Key, bytes and time of change in ns of all objects of a bucket, or of those below s3://BUCKET/FOLDER, a request
-    for each thousand of them; OSError as by ``_asked``."""
+    """Key, bytes and time of change in ns of all objects of a bucket, or of those below s3://BUCKET/FOLDER, by a
+    request for each thousand of them; OSError as by ``_asked``."""
 
     def request(store, folder):
         pages = store.list(folder or None, chunk_size=1000)
@@ -164,10 +165,10 @@ def _answers(request, uris, folder):
 def _asked(request, bucket, key, *, start=False):
     """What a request for a key gives.
 
-    OSError if it cannot be had. ENOENT: the store says that it is not there. EACCES (see ``graph.UNCLEAR``): there is
-    no such bucket, or it is in another region, or access is forbidden, which is also the answer for a missing object
-    to those who may not list the bucket. EREMOTEIO: all that may pass, also because somebody mends it; at a ``start``,
-    where nothing is asked for again, the latter is EACCES.
+    OSError where it fails. ENOENT: the store says that there is no such object. EACCES (see ``graph.UNCLEAR``): there
+    is no such bucket, or it is in another region, or access is forbidden, which is also the answer for a missing object
+    to those who may not list the bucket. EREMOTEIO: what may pass by itself, or when somebody mends it; at a ``start``,
+    where nothing is tried again, what somebody has to mend is EACCES too.
     """
     with _lock:
         store = _store(bucket, 0 if start else RETRIES)
@@ -195,7 +196,7 @@ def _client():
 
 @functools.cache
 def _credentials():
-    """What gives obstore credentials, and the region; None where boto3 finds none."""
+    """What gives obstore credentials and the region; None where boto3 finds no credentials."""
     _client()
     from botocore.exceptions import BotoCoreError
     from obstore.auth.boto3 import Boto3CredentialProvider

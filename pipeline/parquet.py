@@ -31,7 +31,7 @@ from pipeline.waiting import patiently
 
 _ROWS = 64  # decoded at a time
 _BUFFER = 1 << 20  # bytes of a column read at a time: a group of rows may be larger than memory
-_AROUND = 512 + 512 + 512 + 512  # bytes, at most, of a tar around an image: header and padding, and its label's
+_AROUND = 4 * 512  # bytes, at most, that an image takes more in a tar: header and padding, and those of its label
 _VERSION = b"1"  # of what is made of a file
 
 
@@ -39,14 +39,14 @@ def unpack(
     root: Path, found: Sequence[Sequence[Any]], folder: Path, progress: Callable[[int, int, str], None] | None = None,
     label: str = "",
 ) -> tuple[dict[str, str], dict[str, str]]:  # fmt: skip
-    """Tars of the Parquet files ``found`` below ``root``, [name, bytes, mtime in ns] or [name, reason, None] each:
-    {name: path of its tar}, and {name: reason} of those that cannot be read.
+    """Unpacks the Parquet files ``found`` below ``root``, [name, bytes, mtime in ns] or [name, reason, None] each, into
+    ``folder``: {name: path of its tar}, and {name: reason} of those that cannot be read.
 
-    Row i is ``{i:08}.jpg``, whatever its format, with its class in ``.cls``, from the column ``label`` if one is named.
-    What is there already, of a file with the same size and time of change, is taken. ValueError in one line where
-    pyarrow, a column of images, that of labels, or room on the disk is missing, OSError where a file cannot be opened
-    for a reason that may pass or nothing be written. Rows that cannot be read for such a reason are waited for.
-    ``progress`` is told how many rows of all are unpacked.
+    Row i becomes ``{i:08}.jpg``, whatever its format, with its class in ``.cls``, from the column ``label`` if one is
+    named. A tar that is there already, of a file with the same size and time of change, is taken. Rows that cannot be
+    read for a reason that may pass are waited for. ``progress`` is told how many rows of all are unpacked.
+    ValueError in one line where pyarrow, a column of images, that of labels, or room on the disk is missing; OSError
+    where a file cannot be opened for a reason that may pass, or nothing can be written.
     """
     tars, bad = {}, {name: reason for name, reason, time in found if time is None}
     for name, size, time in found:
@@ -86,7 +86,8 @@ def unpack(
 
 @contextlib.contextmanager
 def _alone(folder, wanted):
-    """Whether no other process unpacks into the folder meanwhile; it is waited for, if that is ``wanted``."""
+    """In the block no other process unpacks into the folder, if that is ``wanted`` and the file system has locks; gives
+    whether it is so."""
     if not wanted:
         yield False
         return
@@ -131,7 +132,7 @@ class _Unreadable(Exception):
 
 
 class _Table:
-    """The columns of a Parquet file that count; ValueError if it is not clear which these are."""
+    """The columns of images and labels of a Parquet file; ValueError where it is not clear which these are."""
 
     def __init__(self, path: Path, label: str):
         self.path = path

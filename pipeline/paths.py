@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-URI = re.compile("([a-zA-Z][a-zA-Z0-9+.-]+):/+")  # the beginning of one; a Path has lost a slash
+URI = re.compile("([a-zA-Z][a-zA-Z0-9+.-]+):/+")  # its beginning; in a Path one slash is left of two
 _PIECE = 4096  # names that are Python objects at a time
 
 
@@ -26,7 +26,7 @@ def expanded(path: Path) -> Path:
 class Paths(Sequence[str]):
     """n names, each followed by a NUL in ``blob``, uint8 [bytes]; name i begins at ``starts[i]``, unsigned [n+1].
 
-    In memory it is what it looks like: a sequence of str, also equal to a list of the same names.
+    To its users a sequence of str, which equals a list of the same names.
     """
 
     def __init__(self, blob: np.ndarray, starts: np.ndarray):
@@ -43,7 +43,7 @@ class Paths(Sequence[str]):
 
     @classmethod
     def joined(cls, blob: bytes) -> "Paths":
-        """Names that a NUL follows each."""
+        """Of names with a NUL behind each."""
         blob = np.frombuffer(blob, np.uint8)
         ends = np.flatnonzero(blob == 0)
         starts = np.zeros(len(ends) + 1, np.uint32 if len(blob) < 2**32 else np.uint64)
@@ -82,7 +82,7 @@ class Paths(Sequence[str]):
         return Paths.joined, (self.blob.tobytes(),)
 
     def _bytes(self, first, last):
-        """Names first, ..., last - 1, one or more, with a NUL between them."""
+        """Names first, ..., last - 1 (at least one), with a NUL between them."""
         begin, end = self.starts[[first, last]].tolist()
         return self.blob[begin : end - 1].tobytes()
 
@@ -90,7 +90,7 @@ class Paths(Sequence[str]):
         return self._bytes(first, last).decode("utf-8", "surrogateescape").split("\0")
 
     def beginning(self, prefix: str) -> np.ndarray:
-        """int64 [m]: the numbers of the names that begin so."""
+        """int64 [m]: the numbers of the names that begin with ``prefix``."""
         found = self.starts[:-1].astype(np.int64)
         which = np.arange(len(found))
         for byte in prefix.encode():  # a name that is shorter ends with a NUL, which no name holds
@@ -120,7 +120,7 @@ class Paths(Sequence[str]):
         return found
 
     def positions(self, wanted: Collection[str]) -> dict[int, str]:
-        """{number: name} of all that are wanted."""
+        """{number: name} of all names that are ``wanted``."""
         asked = np.array([hash(name.encode("utf-8", "surrogateescape")) for name in wanted], np.int64)
         found = np.flatnonzero(np.isin(self.hashes(), asked)).tolist() if len(asked) else []
         named = {i: self[i] for i in found}
@@ -128,21 +128,21 @@ class Paths(Sequence[str]):
 
 
 def matched(mine: Paths, theirs: Paths) -> np.ndarray:
-    """int64 [n]: for each of my names the number of the same one among theirs, -1 for none; the k-th of equal names is
-    that of the k-th there."""
+    """int64 [n]: for each of my names the number of the same one among theirs, -1 for none. Of equal names the k-th of
+    mine goes with the k-th of theirs."""
     a, b = (paths.hashes() for paths in (mine, theirs))
     if np.array_equal(a, b):
         return np.arange(len(a))
     (a, mine), (b, theirs) = map(_sorted, (a, b))
     found = np.full(len(a), -1)
     if len(b):
-        place = np.searchsorted(b, a).clip(max=len(b) - 1)  # of sorted ones: of others it is ten times as slow
+        place = np.searchsorted(b, a).clip(max=len(b) - 1)  # ten times as fast because ``a`` is sorted too
         found[mine] = np.where(b[place] == a, theirs[place], -1)
     return found
 
 
 def _sorted(hashes):
-    """Sorted hashes, equal ones made different by which of them it is, and the numbers that they had."""
+    """Hashes in order, each made unique by how many equal ones came before it; and the numbers that they had."""
     order = np.argsort(hashes)
     ordered = hashes[order]
     again = np.r_[False, ordered[1:] == ordered[:-1]]

@@ -1,4 +1,4 @@
-"""An image read by Pillow, for what looks at single ones: the same pixels as the decoder of ``graph`` gives.
+"""Single images read by Pillow, with the same pixels as from the decoder of ``graph``.
 
 Pillow alone would clip 16 bits of grey, take CMYK without an Adobe segment for inverted, and follow what XMP says of
 the orientation. A test holds the two together over all that ``formats`` admits.

@@ -15,8 +15,8 @@ _OPEN = 256  # shards kept open; many systems allow a process 1,024 files
 
 
 class Reader:
-    """The files of images, several at a time; ``with`` closes it, and does not wait for what a store that hangs has not
-    answered. ``threads`` is how many at most, and so how many images are worth reading ahead."""
+    """Reads the files of images, ``threads`` at a time; so many images are worth reading ahead. The end of ``with``
+    closes it, without waiting for a store that hangs."""
 
     threads: int
 
@@ -36,13 +36,14 @@ class Reader:
         raise NotImplementedError
 
     def again(self, sample: int) -> np.ndarray:
-        """The same; from memory, if it was begun before with others of which some could not be read."""
+        """The same; from memory, where ``begin`` has read the file but could not read others of its batch."""
         file = self._had.get(sample)
         return self.read(sample) if file is None else file
 
     def begin(self, samples: list[int]) -> Callable[[], list[np.ndarray]]:
-        """Begins to read the files of several; what is returned waits for them, as ``waiting.result`` does. What cannot
-        be read becomes one byte, which will not decode; the others are kept until they are begun again."""
+        """Begins to read the files of ``samples``; the function that is returned waits for them, as ``waiting.result``
+        does, and returns them. A file that cannot be read becomes one byte, which will not decode; the others are then
+        kept until they are asked for again."""
         lacking = np.zeros(1, np.uint8)
         files = [lacking] * len(samples)
 
@@ -84,7 +85,7 @@ class ObjectReader(Reader):
 
 
 class _Descriptor(int):
-    """A file descriptor that is closed when the last one who uses it, in whatever thread, lets go of it."""
+    """A file descriptor that is closed when nothing in any thread refers to it any more."""
 
     def __del__(self):
         os.close(self)

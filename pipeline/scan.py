@@ -27,10 +27,12 @@ def read(
     root: str, paths: Sequence[str], stamps: np.ndarray | None, images: int, kept: Results | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[Any]:  # fmt: skip
-    """What ``headers.read_headers`` returns, one by one, of files that hold about so many images; by several processes
-    where that pays. ``kept``: where results are that were there before, of paths with the same ``stamps``, int64 [n,2],
-    and where new ones go. What cannot be read for a reason that may pass is waited for; OSError where that takes too
-    long. ``progress`` is told how many files of all are done."""
+    """Yields what ``headers.read_headers`` returns for each file; by several processes where that pays.
+
+    ``images``: about how many the files hold. ``kept``: results of earlier scans, taken for pieces of the same paths
+    and ``stamps``, int64 [n,2]; new ones are put there. What cannot be read for a reason that may pass is waited for;
+    OSError where that takes too long. ``progress`` is told how many files of all are done.
+    """
     size = max(1, _PIECE * len(paths) // max(1, images))
     workers = min(len(os.sched_getaffinity(0)), -(-len(paths) // size)) if images >= _PARALLEL else 1
 
@@ -45,7 +47,7 @@ def read(
     firsts, outage = range(0, len(paths), size), waiting.Outage()
     with contextlib.ExitStack() as stack:
         if workers > 1:
-            work, pool = stack.enter_context(_workers(workers)), Threads(workers)
+            work, pool = stack.enter_context(_workers()), Threads(workers)
             stack.callback(pool.shutdown, cancel_futures=True)
             parts = pool.map(results, firsts)
         else:
@@ -78,8 +80,8 @@ def _key(piece, stamps):
 
 
 @contextlib.contextmanager
-def _workers(count):
-    """``headers.read_headers`` by so many processes, one for each thread that calls it."""
+def _workers():
+    """``headers.read_headers`` by processes, one for each thread that calls it."""
     started, mine = [], threading.local()
 
     # A file as a program: no fork (the caller may hold threads and a CUDA context), and, unlike multiprocessing, no

@@ -1,10 +1,13 @@
 """What an index is made from: a folder of images, a text list, tar shards, Parquet files, or a bucket.
 
-A source has a ``root``, which its paths are relative to; a ``state()``, pieces of bytes that differ whenever its images
-may; the order of its classes as a sort key; and ``rows(read)``, which yields for every image, good or bad, its path,
-the name of its class or None, [height, width] or the reason why it is left out, and its place or None. ``read(root,
-paths, stamps, images)`` is ``scan.read``. Images that are no files of their own have a place: three integers, the first
-the number of the shard in ``shards``, for the reader that ``Index.open`` returns.
+A source has
+
+- ``root``, the folder that its paths are relative to;
+- ``state()``: pieces of bytes, which differ whenever its images may;
+- ``order``: the key by which its classes are sorted;
+- ``rows(read)``, ``read`` being ``scan.read``: yields (path, name of the class or None, [height, width] or the reason
+  why it is left out, place or None) of every image, good or bad. Only an image in a shard has a place: the number of
+  the shard in the source's ``shards``, offset, bytes.
 """
 
 import functools
@@ -46,8 +49,8 @@ _LATER = -1  # in the place of a time: of a file that was not asked yet
 
 
 def find(root, folder=None, progress=None):
-    """The source that ``root`` names, DATA or, of Parquet files, DATA#COLUMN for their labels; ValueError or OSError in
-    one line if there is none. ``folder``, of indices, and ``progress``: for ``Unpacked``."""
+    """The source that ``root`` names, DATA or, for the labels of Parquet files, DATA#COLUMN; ValueError or OSError in
+    one line if there is none. ``Unpacked`` takes ``folder``, that of the indices, and ``progress``."""
     data, column = root, ""
     remote = URI.match(str(root))
     if "#" in str(root)[1:] and not (remote and remote[1].lower() == "s3") and not root.exists():
@@ -74,7 +77,7 @@ def _find(root, unpacked):
                 return _bucket(root, objects.SCHEME + given[scheme.end() :])
             raise ValueError(_remote(scheme[1].lower(), given[scheme.end() :]))
         if _RANGE.search(given) or "*" in given:
-            where, names = _pattern(str(root))
+            where, names = _pattern(given)
             found = [stated(where, name) for name in names]
             return Shards(where, found) if _kind(names[0]) == ".tar" else unpacked(where, found)
         kind = "file" if name.endswith((*_KINDS, *_LISTS)) else "folder"
@@ -151,8 +154,7 @@ class Folder:
 
 
 class Bucket(Folder):
-    """Likewise objects of a bucket, or those below a folder of one. They have their URIs as paths, which begin with
-    ``prefix``."""
+    """The same for the objects of a bucket, or of a folder in one. Paths are URIs, which begin with ``prefix``."""
 
     def __init__(self, root, found, prefix):
         super().__init__(root, found)
@@ -233,11 +235,12 @@ def _folder(root, unpacked):
 class TextList:
     """One image a line, in the order of the lines: a path relative to the folder of the list, or absolute.
 
-    A label may follow: the text after the last tab or, in a line without one, after the last space, unless only with
-    that text the line is named as an image (``my photo.jpg``). Blank lines are passed over, and those that start with #
-    unless a file is called so. A path may be the ``s3://`` URI of an object; in uri<TAB>label<TAB>height<TAB>width its
-    size is taken as it is said, and the object not asked for. What changes in the store and not in the list is not
-    noticed. Tested with a stand-in on this machine, not with a bucket.
+    A label may follow: the text after the last tab or, in a line without a tab, after the last space. ``my photo.jpg``
+    has none: the line ends as the name of an image, what comes before the space does not. Blank lines are passed over,
+    and those that start with #, unless a file has that name.
+
+    A path may be the ``s3://`` URI of an object. Of uri<TAB>label<TAB>height<TAB>width the size is believed, and the
+    store not asked. What changes in the store but not in the list is not noticed.
     """
 
     order = staticmethod(natural)
@@ -245,20 +248,22 @@ class TextList:
     def __init__(self, path):
         self.root = path.parent.resolve()
         text = path.read_text("utf-8-sig", "surrogateescape")
-        lines = enumerate(text.split("\n"), 1)
-        self.lines = []  # of [path, label, bytes, mtime in ns] or, as read, [path, label, result, None]
-        for number, line in lines:
+        self.lines = []  # [path, label, bytes, mtime in ns], or with a size or a reason [path, label, result, None]
+        for number, line in enumerate(text.split("\n"), 1):
+            if not line.strip():
+                continue
             comment = line.lstrip().startswith("#")
             try:
-                parsed = self._parse(line.rstrip("\r")) if line.strip() else None
+                parsed = self._parse(line.rstrip("\r"))
             except ValueError as error:
                 if comment:
                     continue
                 raise ValueError(f"{path} line {number}: {error}") from None
-            if parsed and comment and parsed[3] is not None:
+            if comment:  # unless a file has that name
                 parsed = stated(self.root, *parsed[:2])
-            if parsed and not (comment and parsed[3] is None):
-                self.lines.append(parsed)
+                if parsed[3] is None:
+                    continue
+            self.lines.append(parsed)
         if remote := [path for path, *_ in self.lines if path.startswith(objects.SCHEME)]:
             objects.ready(remote)
         self._look([line for line in self.lines if line[3] == _LATER])

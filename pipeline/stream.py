@@ -20,8 +20,8 @@ class Augments(Protocol):
     """An augmentation, as the loader knows it."""
 
     def draw(self, sizes: np.ndarray, sample: np.ndarray, seed: int, epoch: int) -> Any:
-        """Parameters of ``sample`` (int64 [m]), upright images of ``sizes`` (int [m,2]; h, w), as a function of these
-        numbers alone. Has ``boxes``, int32 [m,views,4], and ``flips``, bool [m,views]; the views know the rest."""
+        """Parameters of ``sample`` (int64 [m]), upright images of ``sizes`` (int [m,2]; h, w), as a function of the
+        arguments alone. They have ``boxes``, int32 [m,views,4], ``flips``, bool [m,views], and what the views take."""
 
     def views(self) -> tuple[graph.View, ...]:
         """The views of the graph, which take what was drawn."""
@@ -113,7 +113,7 @@ class Draw:
 
 
 def _words(sample, blocks, seed, epoch, purpose):
-    """Uniform words in [0, 2**32): int64 [4,m,2,blocks] for samples [m], both views."""
+    """Uniform words in [0, 2**32) for samples [m] and both views: int64 [4,m,2,blocks]."""
     low, high = split64(np.asarray(sample, np.int64)[:, None, None])
     view, block = np.arange(2, dtype=np.int64)[None, :, None], np.arange(blocks, dtype=np.int64)[None, None, :]
     return np.stack(np.broadcast_arrays(*philox((low, high, view, block), stream_key(seed, epoch, purpose))))
@@ -136,7 +136,7 @@ def epoch_order(n: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def replacement(sample: int, attempt: int, n: int, seed: int, epoch: int) -> int:
-    """The sample in [0, n) that stands in for a bad ``sample``; ``attempt`` counts up while that one is bad too."""
+    """The sample in [0, n) that stands in for a bad ``sample``; if it is bad too, the next ``attempt`` has another."""
     return philox((*split64(int(sample)), attempt, 0), stream_key(seed, epoch, Purpose.REPLACEMENT))[0] * n >> 32
 
 

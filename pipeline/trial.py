@@ -49,7 +49,7 @@ class Decoder:
             process.communicate()
 
     def decode(self, files) -> list:
-        """The answers to files; ``Died`` if there are none, RuntimeError where it is not the files' fault."""
+        """The answers to ``files``; ``Died`` where they end the process or hang it, RuntimeError for another cause."""
         if self._process is None:
             pipe = subprocess.PIPE  # nobody reads what a decoder says of the files that it dislikes
             self._process = subprocess.Popen(self._command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
@@ -81,10 +81,11 @@ class Decoder:
 
 
 def killers(batches, *, decoder=None, **how) -> dict:
-    """{file: how it ends a decoder} of the files in lists of files, which are decoded one list after the other.
+    """{file: how it ends a decoder} of ``batches``, lists of files, which are decoded one after the other.
 
-    Each is found alone or, if it takes a large batch, by halving, in batches filled up with copies. Where several end a
-    decoder only together, none is named. ``how``: the arguments of ``Decoder``, or of a class like it, ``decoder``.
+    A file that ends a decoder by itself is found by decoding each alone; one that does so only in a large batch by
+    halving, in batches filled up with copies. Where it takes several different files, none is named. ``how``: the
+    arguments of ``Decoder``, or of ``decoder``, a class like it.
     """
 
     def death(batches):

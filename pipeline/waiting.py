@@ -9,12 +9,12 @@ from typing import Any
 
 from pipeline.headers import MAY_PASS, printable
 
-# Seconds that one batch, or a scan, may wait. The other ranks wait with it, for a batch in a collective, which has a
-# limit (run.ranks): by then, this rank has to have said why.
+# Seconds that one batch, or a scan, may wait. For a batch the other ranks wait in a collective, which has its own limit
+# (run.ranks): this rank has to say why before that is over.
 _PATIENCE = 480
 PAUSES = 1, 30  # seconds: the first pause between two attempts, which doubles up to the last
 _LATE = 0.2  # seconds until a request to stop is noticed
-_SOON = 5  # seconds that it waits for what is being read: from a store that works, a batch
+_SOON = 5  # seconds that such a request waits for what is being read, as a store that works brings a batch in less
 
 asked_to_stop: Callable[[], bool] = bool  # says whether the process is to end soon; what listens to signals sets it
 
@@ -44,7 +44,7 @@ def result(future: concurrent.futures.Future) -> Any:
 
 
 class Outage:
-    """The time in which files cannot be read; its beginning and its end are said on stderr."""
+    """A time in which files cannot be read. Its beginning and its end are said on stderr."""
 
     def __init__(self):
         self.what = None
@@ -74,8 +74,8 @@ class Outage:
 
 
 def patiently(work: Callable[[], Any], what: str) -> Any:
-    """The result of ``work``, which is done again as long as something cannot be read for a reason that may pass:
-    ``what``, unless the error names a file. OSError where that takes too long."""
+    """The result of ``work``, which is repeated while it raises OSError for a reason that may pass; OSError where that
+    takes too long. What cannot be read is ``what``, unless the error names a file."""
     outage = Outage()
     while True:
         try:

@@ -1,7 +1,7 @@
-"""The files below a folder with their sizes and times of change: a system call for each, and no Python for any.
+"""The files below a folder with their sizes and times of change, by one system call a file and no loop of Python's.
 
-Python's own ``os.stat`` builds an object of a dozen numbers for each file, and a loop handles it: 7 us a file where
-the kernel's part is 2. Here ``fstatat``, or ``statx``, writes into an array, called by ``map``.
+``os.stat`` builds an object of a dozen numbers for each file, and a loop handles it: 7 us a file, of which the kernel
+takes 2. Here ``map`` calls ``fstatat``, or ``statx``, which writes into an array.
 """
 
 import bisect
@@ -48,12 +48,11 @@ class Found:
 
 
 def walk(root: str, wanted: Callable[[str], bool]) -> Found:
-    """All visible files below ``root``, but for the folders of runs; links are followed. A broken one is unreadable if
-    its path is ``wanted``.
+    """All visible files below ``root``, except in the folders of runs; links are followed. A broken link counts as
+    unreadable if its path is ``wanted``.
 
-    OSError if root itself cannot be listed, or something below it for a reason that may pass. Folders, and pieces of
-    large ones, are looked at by threads where that mostly waits, as on network file systems: the time of a round trip
-    counts, not the processor's.
+    OSError if root itself cannot be listed, or something below it for a reason that may pass. Where looking at folders,
+    or at pieces of large ones, mostly waits, as on network file systems, threads do it.
     """
     top, folders, unreadable = os.fsencode(root), {}, {}
     level = [(b"", frozenset())]
@@ -82,8 +81,8 @@ def walk(root: str, wanted: Callable[[str], bool]) -> Found:
 
 
 def statuses(folder: int, names: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """Of each file, named from the open ``folder`` on or absolute: [n], its type as ``stat.S_IFMT`` has it, 0 where it
-    could not be asked; int64 [n,2], bytes and time of change in ns."""
+    """The type of each file as of ``stat.S_IFMT``, [n], 0 where the call fails; its bytes and time of change in ns,
+    int64 [n,2]. Names are absolute or relative to the open ``folder``."""
     call, firsts = _call(), range(0, len(names), _AT_ONCE)
     answers = concurrently(lambda first: call.ask(folder, names[first : first + _AT_ONCE]), firsts)
     if not answers:
@@ -93,11 +92,14 @@ def statuses(folder: int, names: Sequence[bytes]) -> tuple[np.ndarray, np.ndarra
 
 
 class _Call(threading.local):
-    """A function of the C library that writes the status of a file: its name, the type of what it writes, and its
-    arguments behind the file's name, made from the places to write to. AttributeError where there is none."""
+    """A function of the C library that writes the status of a file to memory; AttributeError where there is none.
+
+    ``status``: the type of what it writes. ``arguments``: what makes, from the places to write to, the arguments that
+    follow the name of the file.
+    """
 
     def __init__(self, name, status, arguments):
-        # What each argument is goes without saying: argtypes would take .4 us a call.
+        # Without argtypes, which would take .4 us a call.
         self.function, self.found = getattr(_LIBRARY, name), np.zeros(_AT_ONCE, status)
         memory = (ctypes.c_char * self.found.nbytes).from_buffer(self.found)
         # Pointers made for each file would take .1 us.
@@ -124,7 +126,7 @@ _CALLS = (
 
 @functools.cache
 def _call():
-    """The first of the calls that says of a folder and of a file what Python's own says, or the last."""
+    """The first of ``_CALLS`` that says of a folder and of a file what ``os.stat`` says; if none does, the last."""
     *others, last = _CALLS
     for call in others:
         with contextlib.suppress(AttributeError, OSError):
@@ -138,9 +140,13 @@ def _call():
 
 
 def _folder(top, folder, above, wanted):
-    """What lies in one folder: (its ancestors and itself, [(paths in one piece, stamps, path of the folder behind them
-    or None)], names of folders with a "/", {path: reason}); the OSError where it cannot be listed, None where a link
-    leads into a folder that contains it, and for the folder of a run."""
+    """What lies in one folder: (its ancestors and itself, parts, names of the folders in it with a "/", {path: reason}
+    of what is unreadable). A part is a run of files without a folder between them: their paths in one piece, their
+    stamps, and the path of the folder that comes next, None at the end.
+
+    The OSError where it cannot be listed; None for the folder of a run, and where a link leads into a folder that
+    contains the link.
+    """
     path = os.path.join(top, folder)
     try:
         status = os.stat(path)
