@@ -2,9 +2,9 @@
 
 B images, R groups, N patches of the full grid (Gh x Gw), K kept patches, P patch side in pixels, H, W crop size in
 pixels. Each function takes the arguments and returns the results (CPU tensors) of the public one of the same name;
-formulas and sources stand in the file of each. Arguments are checked there, values
-here, where a look at them costs nothing. Integers go through numpy's view of the tensors: the same int64 operations at
-twice the speed, a sort ten times faster, and no thread pool that would fight the data loader for cores.
+formulas and sources stand in the file of each. Arguments are checked there, values here, where a look at them costs
+nothing. Integers go through numpy's view of the tensors: the same int64 operations at twice the speed, a sort ten times
+faster, and no thread pool that would fight the data loader for cores.
 """
 
 import functools

@@ -109,8 +109,8 @@ def _can_be_chained(block: nn.Module) -> bool:
 
 
 def _chain(vit: VisionTransformer) -> None:
-    """All blocks but the last, which may be of another kind. Where each block's activations are computed again by
-    itself, blocks stay apart."""
+    """Makes a ``Chain`` of all blocks but the last, which may be of another kind. With gradient checkpointing, which
+    computes the activations of each block again by itself, they stay apart."""
     *blocks, last = vit.blocks
     if not blocks or vit.grad_checkpointing or not all(map(_can_be_chained, blocks)):
         return
@@ -122,7 +122,8 @@ def _chain(vit: VisionTransformer) -> None:
 
 
 def fastest_products(network: nn.Module) -> None:
-    """In all linear layers with a bias; behind all else that looks for such layers."""
+    """Puts ``FastLinear`` in the place of all linear layers with a bias. To be called last: other forms look for the
+    layers that are replaced here."""
     for layer in network.modules():
         if type(layer) in (nn.Linear, ForeignBias) and layer.bias is not None:
             layer.foreign = isinstance(layer, ForeignBias)
@@ -130,12 +131,12 @@ def fastest_products(network: nn.Module) -> None:
 
 
 def pays(device: torch.device) -> bool:
-    """Where it has been measured to, in bfloat16: on GPUs of compute capability 9."""
+    """Whether these forms save time on a device, as has been measured in bfloat16 on compute capability 9 alone."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def put_in(query: nn.Module, key: nn.Module | None) -> None:
-    """Into the network that learns and the one that gives keys, as they run in bfloat16."""
+    """Puts these forms into the network that learns and the one that gives keys, as they run in bfloat16."""
     if key is not None:
         gelu_in_products(key.encoder, torch.bfloat16)
     for vit in (network.encoder for network in (query, key) if network is not None):

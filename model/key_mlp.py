@@ -17,7 +17,7 @@ from .encoder import active_parts
 
 @torch.library.custom_op("aps::linear_gelu", mutates_args=(), device_types="cpu")
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """GELU, in its tanh form, of x W^T + b: [M,N] from x [M,K], W [N,K], b [N], all of one type."""
+    """GELU, in its tanh form, of x W^T + b: [r,o] from x [r,i], W [o,i], b [o], all of one type."""
     return F.gelu(F.linear(x, weight, bias), approximate="tanh")
 
 
@@ -46,7 +46,7 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def gelu_in_products(network: nn.Module, kind: torch.dtype) -> None:
-    """In all plain MLPs whose function is torch's GELU and whose first layer has a bias."""
+    """Puts ``KeyMlp`` in the place of each plain MLP with torch's GELU and with a bias in its first layer."""
     for module in network.modules():
         if is_plain(module) and type(module.act) is nn.GELU and module.fc1.bias is not None:
             module.__class__, module.kind = KeyMlp, kind

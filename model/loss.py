@@ -30,8 +30,6 @@ def contrastive_loss(queries: Tensor, keys: Tensor, temperature: float) -> tuple
             keys = gathered.unflatten(0, (-1, 2)).transpose(0, 1).flatten(1, 2)  # [W, 2, B, E] to [2, W*B, E]
         similarity = queries @ keys.flip(0).transpose(1, 2)  # [2, B, W*B]: view 1 against keys of view 2, and back
         positive = torch.arange(local, device=queries.device) + rank * local
-        losses = F.cross_entropy(
-            (similarity / temperature).flatten(0, 1), positive.repeat(2)
-        )  # mean over both directions
+        mean = F.cross_entropy((similarity / temperature).flatten(0, 1), positive.repeat(2))  # over both directions
         matched = similarity.detach().gather(2, positive.expand(2, -1).unsqueeze(2)).mean()
-        return 2 * temperature * losses, matched
+        return 2 * temperature * mean, matched

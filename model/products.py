@@ -7,7 +7,7 @@ from kernels.cublaslt import linear, linear_input, linear_weight
 
 
 class _Linear(torch.autograd.Function):
-    """x [..., K], weight [N, K] and bias [N] of one type."""
+    """x [...,i], weight [o,i] and bias [o] of one type: [...,o]."""
 
     @staticmethod
     def forward(ctx, x, weight, bias):

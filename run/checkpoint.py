@@ -54,13 +54,15 @@ def write_weights(module: nn.Module, path: Path, description: dict[str, Any]) ->
 
 
 def save(folder: Path, step: int, state: dict[str, Any], *, last: int, every: int) -> Path:
-    """Saves ``state`` as the checkpoint of ``step``, and removes older ones but for the newest ``last``, this one among
-    them, and, unless ``every`` is 0, those whose step is a multiple of it. (Newer ones are damaged: a run goes on from
-    the newest that is whole.) Where the disk does not take it: OSError, and nothing changes.
+    """Saves ``state`` as the checkpoint of ``step``, and then removes older ones.
+
+    The newest ``last`` stay, counting this one, and those whose step is a multiple of ``every`` (0: none of them). Any
+    of a later step stay too: they are damaged, as a run goes on from the newest that is whole. OSError where the disk
+    does not take it; then nothing has changed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{step:08d}.pt"
-    for torn in folder.glob("step-*.pt.partial"):  # of a process that was killed, of a step that may not be saved again
+    for torn in folder.glob("step-*.pt.partial"):  # left by a process that was killed
         with contextlib.suppress(OSError):
             torn.unlink()
     with replacing(path, shared=False) as partial, partial.open("wb") as file:
@@ -78,9 +80,11 @@ def save(folder: Path, step: int, state: dict[str, Any], *, last: int, every: in
 
 
 def copied(**parts: Any) -> dict[str, Any]:
-    """The state dicts of the parts that are not None, with copies of the tensors where they are: a GPU makes them in
-    the order of its work, and nobody waits. What shares a storage (``model/flat.py``) is copied at once. Copies may
-    take half of a GPU's free memory, as the decoder may need more too; the others go to the CPU and are waited for."""
+    """The state dicts of the parts that are not None, with copies of their tensors.
+
+    A GPU's tensors are copied on the GPU, in the order of its work, so that nobody waits. The copies may take half of
+    its free memory, as the decoder may need more of it too; those for which that is not enough go to the CPU and are
+    waited for. Tensors that share a storage (``model/flat.py``) are copied together."""
     room: dict[torch.device, int] = {}  # bytes
 
     def cloned(whole: Tensor) -> Tensor:
@@ -114,7 +118,8 @@ def on_cpu(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _by_storage(state: dict[str, Any], copy: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    """``state`` with tensors in what ``copy`` makes of their storages, each given once, whole, as bytes."""
+    """``state`` with its tensors in other storages: ``copy`` gets each of their storages once, as uint8 [bytes], and
+    returns such a tensor, in whose storage they then lie."""
     storages: dict[int, torch.UntypedStorage] = {}
 
     def moved(tensor: Tensor) -> Tensor:
@@ -210,5 +215,5 @@ def _damage(path: Path) -> str | None:
 
 
 def _all(folder: Path) -> list[Path]:
-    """Not what a user has put beside them, a copy by another name."""
+    """The checkpoints in a folder, the oldest first, without what a user has put beside them by another name."""
     return sorted((path for path in folder.glob("step-*.pt") if path.stem[5:].isdecimal()), key=step_of)

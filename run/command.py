@@ -46,10 +46,12 @@ def parse(
     program: str, recipes: dict[str, Options] | Options, arguments: list[str], *,
     own_data: Callable[[Options], bool] | None = None,
 ) -> Options:  # fmt: skip
-    """The config of a command line: the recipe that it names ("toy" if none; of a program without recipes, its config
-    in their place), what the file of ``--config`` says, and what it says itself; each goes before those named earlier.
-    ValueError, OSError for what is wrong in one of them, and where a config is one of ``own_data`` without a recipe:
-    that of the generated data is seldom meant."""
+    """The config of a command line.
+
+    An option is taken from the command line, or else from the file of ``--config``, or else from the recipe that one of
+    them names, "toy" if none does. (A program without recipes gives its config as ``recipes``.) ValueError or OSError
+    for what is wrong in any of these; ValueError too where ``own_data`` is true of the config and no recipe was named,
+    as "toy", which is for the generated data, is seldom meant then."""
     import tyro
 
     for before, word in zip([program, *arguments], arguments, strict=False):

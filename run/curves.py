@@ -43,8 +43,6 @@ PANELS = (
     Panel("data_wait", "Waiting for data", "% of the time", factor=100, shown=(0, 10)),
     Panel("mfu", "Model FLOP utilisation", "% of the peak", factor=100, shown=(0,)),
 )
-
-
 OWN = "loss", "feature_std", "knn_trained", "top1", "images_per_second"  # the panels of what a run draws of itself
 
 

@@ -80,8 +80,8 @@ def _scan(config: ImagesConfig, ranks: Ranks, what: str, data: Path, cache: Path
 
 
 def scanned(data: Path, ranks: Ranks, *, cache: Path | None, trust: bool, shared: Path | None) -> Index:
-    """The index of ``data``, on rank 0, as of ``Index.scan``. Where there are ranks on other machines it is left in
-    ``shared``, a file that they see; without one they get its arrays, not the name of a file."""
+    """``Index.scan`` of ``data``, for rank 0 to hand on. Where there are ranks on other machines the index is left in
+    ``shared``, a file that all of them see; without such a file it is one whose arrays are sent to them."""
     index = Index.scan(data, cache=cache, trust=trust)
     if ranks.count > ranks.local_count:
         if shared is None:
@@ -98,8 +98,9 @@ def record(config: ImagesConfig, ranks: Ranks, reader: str) -> Path:
 
 
 def _known(config: ImagesConfig, ranks: Ranks, index: Index) -> dict[int, str]:
-    """The samples that are known to be bad, and why. They are tried first where there is a record of them in flight,
-    which an orderly end would have removed; what ends the decoder is said, and kept."""
+    """The samples that are known to be bad, and why. Where a run before this one has left a record of what it was
+    decoding, which an orderly end removes, these samples are tried first; those that end the decoder are said in a line
+    and remembered."""
     file = config.output / "index" / known.FILE
     records = list((config.output / INFLIGHT).glob("*"))
     found = {path: inflight.suspects(path, index.fingerprint, len(index)) for path in records}

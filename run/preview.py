@@ -81,7 +81,7 @@ def examples(index, config, grid, keep, images, epoch):
         title = f"{printable(index.paths[sample])}   {width} x {height} px, number {sample:,} of the index"
         if label >= 0:
             title += f", class {printable(index.classes[label])}"
-        picture = _read(index, sample)
+        picture = Image.fromarray(pictures.read(graph.read(*index.place(sample)).tobytes()))  # upright
         if picture.size != (width, height):
             title = "THE FILE HAS {} x {} px, NOT AS INDEXED: ".format(*picture.size) + title
         yield Example(
@@ -95,12 +95,6 @@ def examples(index, config, grid, keep, images, epoch):
             overlap=overlap[i].numpy(),
             covered=covered[i].item(),
         )
-
-
-def _read(index, sample):
-    """The upright source picture."""
-    data = graph.read(*index.place(sample))
-    return Image.fromarray(pictures.read(data.tobytes()))
 
 
 # ---- Cells

@@ -55,7 +55,7 @@ def _printed() -> bool:
 
 
 def _lost(error) -> None:
-    """What a signal has raised where nothing can be raised, as a ``sys.unraisablehook`` is told of it."""
+    """A ``sys.unraisablehook``, which is told of an ``error`` that a signal has raised where nothing can be raised."""
     if error.exc_type is KeyboardInterrupt:  # in a destructor, as DALI has one; once more when that is over
         signal.setitimer(signal.ITIMER_REAL, 0.1)
     # A thread whose start a signal broke off, as torch does where a worker dies: main has heard of it already.
@@ -66,8 +66,8 @@ def _lost(error) -> None:
 def run(
     program: str, main: Callable[[list[str]], None], *, goes_on: str = GOES_ON, smaller: str = "--batch-size"
 ) -> None:
-    """Calls ``main`` with the command line; what ends a run is said in one line, how it ``goes_on`` and what has to be
-    ``smaller`` where memory is not enough, with an exit code other than 0."""
+    """Calls ``main`` with the arguments of the command line. What ends it is said in one line, with an exit code other
+    than 0. ``goes_on``: how to go on, as that line says; ``smaller``: the options to lower where memory is lacking."""
     for number in (*SIGNALS, signal.SIGALRM):
         signal.signal(number, interrupted)
     told, sys.unraisablehook = sys.unraisablehook, _lost

@@ -82,8 +82,8 @@ class Report:
         start: int, total: int, steps_per_epoch: int,
     ):  # fmt: skip
         """``output``: None where nothing is to be written, nor shown step by step. ``figures``: names of what ``step``
-        is given. ``rates``: what one step adds to what is counted by the second.
-        ``every``: steps between log lines. ``start``, ``total``: optimizer steps already taken, and at the end."""
+        is given. ``rates``: {name: how much of it one step is}, for figures per second. ``every``: steps between log
+        lines. ``start``, ``total``: optimizer steps already taken, and at the end."""
         self.path = output and output / "metrics.jsonl"
         self.ranks = ranks
         self.figures, self.rates = tuple(figures), rates

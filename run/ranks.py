@@ -162,16 +162,16 @@ class Ranks:
             dist.destroy_process_group()
 
     def threads(self, asked: int = 0) -> int:
-        """So many threads of a rank as are asked for; for 0 its share of the cores of this machine. Beside a GPU two of
-        them stay free, for the threads that launch kernels, and more than 8 only get in each other's way: its engines
-        decode (H100: 15,350 images/s by 6 threads, 14,840 by 16)."""
+        """How many threads this rank takes: as many as are ``asked`` for, or for 0 its share of this machine's cores.
+        With a GPU two of them stay free, for the threads that launch kernels, and more than 8 threads only get in each
+        other's way, as the GPU decodes (H100: 15,350 images/s by 6 threads, 14,840 by 16)."""
         share = len(os.sched_getaffinity(0)) // self.local_count
         return asked or max(1, min(8, share - 2) if self.device.type == "cuda" else share)
 
 
 def _places() -> tuple[int, ...]:
-    """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, as torchrun sets them. Where they are wrong the process ends
-    with a line (as each does: it may be the only one), as all would wait for a rank that there is not."""
+    """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, as torchrun sets them. Wrong ones end the process with a line:
+    all ranks would wait for one that does not exist. Any rank says it, as only one may have them wrong."""
     names = ("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")
     given = {name: os.environ.get(name, default) for name, default in names}
     with contextlib.suppress(ValueError):

@@ -44,11 +44,11 @@ class Data(Protocol):
     def __len__(self) -> int: ...
 
     def keep(self, path: Path, *, anew: bool) -> None:
-        """Leaves in a file what ``differing`` needs; unless ``anew``, only where none is that can be read."""
+        """Leaves in a file what ``differing`` needs; one that can be read already stays as it is, unless ``anew``."""
 
     def differing(self, path: Path, images: int) -> str:
-        """What to say of a run that was begun with other data, so many images: what differs from what was kept in the
-        file, and what to do."""
+        """What to say of a run that was begun with other data, of so many ``images``: how these differ from what
+        ``keep`` has left in the file, and what to do."""
 
 
 @dataclasses.dataclass
@@ -92,6 +92,7 @@ def _takes(config, batch):
 
 
 def check_folder(config: RunConfig) -> None:
+    """ValueError where ``output`` cannot be a folder that this user writes to. Nothing is made."""
     output = config.output.absolute()
     there = next(path for path in (output, *output.parents) if path.exists())
     if not there.is_dir():
@@ -240,7 +241,7 @@ def _changed(now: dict[str, Any], there: dict[str, Any], config: RunConfig) -> s
 
 
 def _other_run(now: dict[str, Any], there: dict[str, Any], config: RunConfig) -> str:
-    """In what a checkpoint's run is another one than that which is described as it is ``now``; "" if in nothing."""
+    """How a run described as ``there``, in a checkpoint, differs from the one described ``now``; "" if it does not."""
     if there.get("program", config.PROGRAM) != config.PROGRAM:
         return f"of {there['program']}"
     changed = _changed(now["config"], there["config"], config)

@@ -134,7 +134,7 @@ class Training:
                 for network in filter(None, (self.query, self.key)):
                     network.features = torch.compile(network.features, **how)
                     network.heads = torch.compile(network.heads, **how)
-        self.shares = 1 if sharded else ranks  # that the gradient is the sum of; FSDP adds up by itself
+        self.shares = 1 if sharded else ranks  # ranks whose gradients are added up here; FSDP does that by itself
         # Keys beside the queries, each network's kernels in the gaps of the other's; measured on one rank.
         beside = self.faster and self.on_gpu and ranks == 1 and self.key is not None
         self.beside = torch.cuda.Stream(device) if beside else None
@@ -309,16 +309,17 @@ def flop_per_pair(network: QueryNetwork, keep: int, *, momentum: bool) -> float:
     encoder: F, without the predictor.
     """
     vit = network.encoder
-    tokens = keep + vit.num_prefix_tokens
-    blocks, projector, predictor = (
-        sum(m.weight.numel() for m in part.modules() if isinstance(m, nn.Linear)) / parts
-        for part, parts in ((vit.blocks, len(vit.blocks)), (network.projector, 1), (network.predictor, 1))
+    depth, tokens = len(vit.blocks), keep + vit.num_prefix_tokens
+    in_blocks, projector, predictor = (
+        sum(m.weight.numel() for m in part.modules() if isinstance(m, nn.Linear))
+        for part in (vit.blocks, network.projector, network.predictor)
     )
     embed = 2 * keep * vit.patch_embed.proj.weight.numel()
-    answers = 2 * vit.embed_dim**2
+    answers = 2 * vit.embed_dim**2  # weights of a block that give keys and values
+    others = in_blocks / depth - answers
     blocks = sum(
-        2 * (tokens * answers + asking * (blocks - answers)) + 4 * tokens * asking * vit.embed_dim
-        for asking in [tokens] * (len(vit.blocks) - 1) + [1 if by_class_token(vit) else tokens]
+        2 * (tokens * answers + asking * others) + 4 * tokens * asking * vit.embed_dim
+        for asking in [tokens] * (depth - 1) + [1 if by_class_token(vit) else tokens]
     )
     learned = vit.patch_embed.proj.weight.requires_grad
     query = embed * (1 + learned) + 3 * (blocks + 2 * projector + 2 * predictor)
@@ -343,7 +344,7 @@ def product_rate(device: torch.device, *, half: bool) -> float:
 
 def _shard(network: KeyNetwork, mesh: DeviceMesh, *, compiled: bool, half: bool, in_pieces: bool) -> None:
     """FSDP2: each rank keeps its part of every parameter, and the blocks are put together when they are needed.
-    ``in_pieces``: what is called are ``features`` and ``heads``, not the network."""
+    ``in_pieces``: not the network is called, but its ``features`` and ``heads``."""
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     how = {"mesh": mesh} | ({"mp_policy": precision} if half else {})
     for block in network.encoder.blocks:

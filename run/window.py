@@ -24,8 +24,8 @@ class Window:
 
     def __init__(self, training: Training, *, size: int, redeal: bool, rank: int = 0):
         self.training, self.size, self.redeal, self.rank = training, size, redeal, rank
-        self.filled: list[Tensor] = []  # patches [size,R,2,B,K,3*P*P] and numbers [size,R,2,B,K], in places that stay
-        self.given: list[Tensor] = []  # what a step of a larger window takes, likewise
+        self.filled: list[Tensor] = []  # patches [size,R,2,B,K,3*P*P] and numbers [size,R,2,B,K]
+        self.given: list[Tensor] = []  # of more than one batch: what a step takes, at the same address for each
 
     def fill(self, batches: Iterable[Batch], epoch: int, number: int) -> None:
         """Takes the batches of a window, the first of which has this ``number``. Each is gathered before the next one
@@ -61,7 +61,7 @@ class Window:
 
 
 def dealt(seed: int, epoch: int, number: int, group: int, *, batches: int, places: range) -> np.ndarray:
-    """From which of so many batches each step on a group takes its images: int64 [batches,B], each column a permutation
-    that is drawn for its place in the global batch."""
+    """Which of so many ``batches`` each step on a group takes each of its images from: int64 [batches,B]. A column, of
+    one place in the global batch, is a permutation drawn for that place."""
     counter = np.array(places), np.arange(batches)[:, None], number, group
     return np.argsort(philox(counter, stream_key(seed, epoch, Purpose.WINDOW))[0], axis=0, kind="stable")

@@ -1,7 +1,7 @@
 """k-nearest-neighbour accuracy of frozen encoders: what they are worth without any training on top.
 
-The work is divided among the ranks of a run: each embeds every so many-th batch of the bank and of the queries, and
-keeps its part of the bank. Queries go round in pieces, the nearest of each rank's part come back.
+The work is divided among the W ranks of a run: each embeds every W-th batch of the bank and of the queries, and keeps
+its part of the bank. Queries go to all ranks in pieces, and come back with the nearest of each rank's part.
 """
 
 import itertools
@@ -40,7 +40,7 @@ def subset(index: Index, size: int) -> np.ndarray:
 def features(
     encoders: Sequence, index: Index, samples: np.ndarray, *, bad: dict[int, str] | None = None, **how
 ) -> tuple[list[Tensor], Tensor]:
-    """``embed`` without the numbers; ValueError if none of the images can be decoded."""
+    """The features and labels of ``embed``; ValueError if none of the images can be decoded."""
     bad = {} if bad is None else bad
     found, labels, _ = embed(encoders, index, samples, bad=bad, **how)
     if not len(labels):
@@ -119,8 +119,8 @@ def accuracy(
 
     Cosine similarity (rows are normalised), a neighbour's weight being exp(similarity / 0.07), as in Wu et al. 2018
     (arXiv 1805.01978). ``bank`` [n, D], ``queries`` [m, D]: those of this rank. Of equally near neighbours those with
-    the smaller ``numbers``, int64 [n], count, so that the result is that of one rank. Out of memory on one rank it is
-    that on all.
+    the smaller ``numbers``, int64 [n], are taken, so that the result is that of one rank. OutOfMemoryError on all ranks
+    where one of them lacks memory.
     """
     ranks = ranks or _ALONE
     numbers = torch.arange(len(bank), device=bank.device) if numbers is None else numbers
@@ -155,15 +155,16 @@ def accuracy(
 
 
 def _nearest(bank, labels, numbers, rows, count):
-    """Of each row the nearest ``count`` of the bank: int64 [3, m, count], similarity (the bits of a float64), label and
-    number. Where the bank has fewer, the similarity is that of none."""
+    """For each of ``rows`` [m, D] its nearest ``count`` images of the ``bank`` [n, D], in no particular order: int64
+    [3, m, count], the similarity (a float64, by its bits), the label and the number of each. A bank of fewer images is
+    filled up with a similarity of -inf and the largest number."""
     near = rows.new_zeros(3, len(rows), count, dtype=torch.int64)
     near[0] = torch.full_like(near[0], -torch.inf, dtype=torch.float64).view(torch.int64)
     near[2] = torch.iinfo(torch.int64).max
     best, place = rows.new_empty(len(rows), 0), near.new_empty(len(rows), 0)
     step = max(count, _BYTES // (4 * len(rows)))
     for first in range(0, len(bank), step):
-        similarity, found = (rows @ bank[first : first + step].T).topk(min(count, len(bank) - first, step), dim=1)
+        similarity, found = (rows @ bank[first : first + step].T).topk(min(count, len(bank) - first), dim=1)
         best, place = torch.cat([best, similarity], 1), torch.cat([place, found + first], 1)
         best, kept = best.topk(min(count, best.shape[1]), dim=1)
         place = place.gather(1, kept)
@@ -240,13 +241,13 @@ def further(progress: Callable[[int, int], None] | None, before: int, total: int
 
 
 def _share(samples, ranks):
-    """Those of this rank: every so many-th batch, which so holds the same images for any number of ranks."""
+    """This rank's part of ``samples``: of W ranks every W-th batch. A batch is the same for any number of ranks."""
     firsts = range(ranks.rank * _BATCH, len(samples), ranks.count * _BATCH)
     return np.concatenate([samples[:0], *(samples[first : first + _BATCH] for first in firsts)])
 
 
 def stretch(images: int, ranks: Ranks) -> np.ndarray:
-    """The samples of this rank where each has some that follow on each other, in the batches of one rank alone."""
+    """This rank's part of so many ``images``: consecutive ones, in whole batches, which are those of one rank alone."""
     batches = -(-images // _BATCH)
     first, last = (min(images, batches * rank // ranks.count * _BATCH) for rank in (ranks.rank, ranks.rank + 1))
     return np.arange(first, last)

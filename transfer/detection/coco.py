@@ -20,7 +20,7 @@ from torch import Tensor
 from pipeline import pictures, scan
 from pipeline.headers import opened
 
-# In the name of a file: what no file is called, and what is read as something else than an image.
+# In a file_name: what no name of a file can hold, and what would be read as something else than an image.
 _NO_IMAGE = re.compile(r"\0|[\ud800-\udc7f\udd00-\udfff]|^s3://|\.tar$", re.IGNORECASE)
 MAX_PIXELS = 178_956_970  # of an image: where Pillow suspects an attack
 
