@@ -49,7 +49,8 @@ _AT_ONCE = 64  # files, after which it is seen whether threads pay
 _PASSING = {os.strerror(number) for number in MAY_PASS}
 _NOT_HAD = "not to be had"  # of an object
 MISSING = f"{_NOT_HAD}: {objects.GONE}"
-_REFUSED = {os.strerror(errno.EACCES), os.strerror(errno.EPERM), _NOT_HAD}
+# ENOENT: of a file that had just been listed, as of a disk that is no longer mounted.
+_REFUSED = {os.strerror(errno.EACCES), os.strerror(errno.EPERM), os.strerror(errno.ENOENT), _NOT_HAD}
 WHOLE = "/", objects.SCHEME  # what a path begins with that is not relative
 # Bytes of an object that are asked for at first, as EXIF has a picture of some 10,000; then as many, and ever more, up
 # to the other: a PNG is read to its end, and may have a chunk for each 8,192.
@@ -79,7 +80,7 @@ def unread(result):
 
 
 def refused(result):
-    """Whether a file with this result was refused, so that another start may read it though it has not changed."""
+    """Whether a file with this result was refused or gone: another start may read it though it has not changed."""
     return any(reason.split(": ")[0] in _REFUSED for reason in _reasons(result))
 
 

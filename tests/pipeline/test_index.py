@@ -202,20 +202,21 @@ def reads(monkeypatch):
 
 def test_what_may_not_be_read_is_tried_at_the_next_start(tmp_path, monkeypatch, reads):
     """As nothing that is looked at says that it may be read now; nothing else is read for that."""
-    root, cache, forbidden = tmp_path / "data", tmp_path / "cache", {"1.png", "2.png"}
+    root, cache = tmp_path / "data", tmp_path / "cache"
+    forbidden = {"1.png": errno.EACCES, "2.png": errno.ENOENT}  # the disk of the latter was not mounted for a moment
     for i in range(4):
         save(root / f"{i}.png")
 
     def opened(path, *more, do=os.open, **how):
-        if os.path.basename(os.fsdecode(path)) in forbidden:
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        if number := forbidden.get(os.path.basename(os.fsdecode(path))):
+            raise OSError(number, os.strerror(number))
         return do(path, *more, **how)
 
     monkeypatch.setattr(os, "open", opened)
     for _ in range(2):
-        assert Index.scan(root, cache).rejected == dict.fromkeys(["1.png", "2.png"], "Permission denied")
+        assert Index.scan(root, cache).rejected == {name: os.strerror(number) for name, number in forbidden.items()}
     assert reads[4:] == ["1.png", "2.png"]
-    forbidden.remove("2.png")
+    del forbidden["2.png"]
     assert Index.scan(root, cache).rejected == {"1.png": "Permission denied"}
     forbidden.clear()
     assert len(Index.scan(root, cache)) == 4
