@@ -254,7 +254,7 @@ class DryLoop(Loop):
             most, of = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
             what = f"allocated by torch, of {of / 1e9:.1f} GB of the GPU; the decoder's come on top"
         else:
-            most, what = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, "of the resident set"
+            most, what = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, "in the resident set"
         most = max(self.ranks.gather(most))
         state = self.training.state_dict(keep=self.ranks.first)
         parts = [leaf.untyped_storage() for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]

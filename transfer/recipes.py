@@ -98,7 +98,7 @@ class TuneConfig(ImagesConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check(self.eval_every > 0, self, "eval_every", "more than 0")
-        check(not (self.dry_run and self.probe), self, "dry_run", "not with --probe")
+        check(not (self.dry_run and self.probe), self, "dry_run", "no --probe beside it")
         for name in ("image_size", "patch_size", "depth", "probe_images"):
             check(getattr(self, name) >= 0, self, name, "0 or more")
         for name in ("clip_norm", "mixup", "cutmix"):

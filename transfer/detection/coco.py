@@ -140,9 +140,11 @@ class CocoData:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], str]:
-    data = path.read_bytes()
     try:
+        data = path.read_bytes()
         whole = json.loads(data)
+    except OSError as error:
+        raise OSError(f"{path} cannot be read ({error.strerror}); expected annotations in COCO's format") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}); expected annotations in COCO's format") from None
     if not isinstance(whole, dict):
