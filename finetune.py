@@ -95,8 +95,8 @@ def probe(config: TuneConfig, ranks: Ranks, index: Index, evaluation: Index) -> 
     """Measures the frozen encoder, says so in a line and adds it to ``probes.jsonl``."""
     vit, description = new_model(config, 0)
     square(vit)
-    config.output.mkdir(parents=True, exist_ok=True)  # whether it can be is not said only behind the measurement
-    with contextlib.suppress(ValueError):  # or another probe takes this one's record for a dead one's
+    config.output.mkdir(parents=True, exist_ok=True)  # where that fails, before the measurement and not after it
+    with contextlib.suppress(ValueError):  # so that no other probe takes this one for a dead one, by its record
         lock(config.output)
     with shown(f"{config.probe} probe", "embedding images") as progress:
         scores = PROBES[config.probe](

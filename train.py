@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> None:
     with running(config, ranks, loader, training, opened, **how) as loop:
         for number, batches, turns in loop.windows():
             window.fill(batches, loop.step // loop.steps_per_epoch, number)
-            for place, group in turns:  # a group of the first view's patches is what those before it left over
+            for place, group in turns:  # the groups of an image share no patch of its first view
                 patches, chosen = window.deal(place, group)
                 rate = learning_rate(config, loop.epoch)
                 figures, finite = training.step(patches, chosen, loop.epoch)

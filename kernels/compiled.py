@@ -20,9 +20,10 @@ _RULE = update.Rule(beta1=0.9, beta2=0.999, eps=1e-8, decay=0.1, clip_momentum=0
 def compile_for(capability, *, grid=(14, 14), keep=49, groups=4, patch=16, dtype="bf16", width=384, rule=_RULE):
     """Yield (name, compiled kernel) of every operation for an NVIDIA GPU of ``capability`` (80, 90, 100, ...).
 
-    The result is Triton's: ``.asm`` holds "ptx" and "cubin", ``.metadata`` the shared memory. ``dtype`` of the gathered
-    patches, of attention (over a class token and the kept ones, heads of 64), of norms of ``width`` and of the copies
-    that an update by ``rule`` (with everything that one may have) makes is Triton's name of it.
+    The result is Triton's: ``.asm`` holds "ptx" and "cubin", ``.metadata`` the shared memory. ``dtype`` is Triton's
+    name for the type of the gathered patches, of attention, of norms and of the copies that an update makes. Attention
+    is over a class token and ``keep`` patches, with heads of 64; ``width`` is that of all heads together, and of norms.
+    The update follows ``rule``, and has all that one may have.
     """
     half = f"*{dtype}"
     halves = dict.fromkeys(_HALVES, half)

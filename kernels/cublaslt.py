@@ -95,8 +95,8 @@ def _bits(tensor: Tensor) -> Tensor:
 class Product:
     """One of the products above, ``what``, for a shape: called with its operands, it returns a new tensor.
 
-    ``chosen``: the algorithm and the bytes of its workspace, or None for torch's own product. Of ``tried`` proposals
-    ``same_bits`` gave torch's.
+    ``chosen``: the algorithm and the bytes of its workspace, or None for torch's own product. ``tried``: how many
+    proposals were run; ``same_bits``: how many of them gave torch's bits.
     """
 
     def __init__(self, what: str, rows: int, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device):
@@ -120,8 +120,8 @@ class Product:
         return out
 
     def _describe(self, kind: int) -> None:
-        """To the library, matrices lie column by column, so that a tensor of torch is its transposed, and the second
-        operand comes first."""
+        """Describes the product to the library. There matrices lie column by column: a tensor of torch is taken for its
+        transpose, and so the second operand comes first."""
         self.operation = _made(OPERATION, COMPUTE_32F, KINDS[torch.float32])
         first, second = SUMMED[self.what]
         values = {TRANSPOSED_A: second == 1, TRANSPOSED_B: first == 0, EPILOGUE: EPILOGUES.get(self.what, 1)}
@@ -167,7 +167,7 @@ class Product:
         return found[0]
 
     def _drawn(self, generator: torch.Generator, dtype: torch.dtype, cancelling: bool) -> list[Tensor]:
-        """Normal operands; ``cancelling``: with two terms each of every sum that are each other's negative."""
+        """Operands of normal numbers; ``cancelling``: the terms of each sum are in pairs, one the other's negative."""
         shapes = [*self.shapes, *[self.out[1:]] * (self.what in EPILOGUES)]
         operands = [torch.randn(s, generator=generator, dtype=dtype, device=generator.device) for s in shapes]
         if cancelling:
@@ -181,7 +181,7 @@ class Product:
         return operands
 
     def _as_parameters(self, operands: list[Tensor]) -> list[Tensor]:
-        """With copies of weight and bias that lie as those of a network may."""
+        """``operands`` with copies of weight and bias at addresses such as those of a network may have."""
         if self.what == "weight":
             return operands
         skipped = LEAST // operands[0].itemsize
@@ -231,7 +231,7 @@ _product = functools.cache(Product)
 
 
 def product(what: str, rows: int, inputs: int, outputs: int, like: Tensor) -> Product:
-    """Of tensors of the type of ``like``, on its device; chosen at the first call."""
+    """The ``Product`` of these sizes, of the type of ``like`` and on its device; made and chosen at the first call."""
     return _product(what, rows, inputs, outputs, like.dtype, like.device)
 
 

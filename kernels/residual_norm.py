@@ -26,9 +26,9 @@ from kernels.checks import INTERPRET, check_tensor
 
 
 class Tile(NamedTuple):
-    """How rows are shared out: numbers that a program takes at a time, its warps, the steps of its loop that load at
-    once, and how many programs there are: so many on every card, for the same sums. All of them should fit on the card
-    at once, or the last wait for the first to end: by their registers, of which triton 3.6 takes more than 3.8."""
+    """How rows are shared out: the numbers that a program takes at a time, its warps, the steps of its loop that load
+    at once, and the programs, as many on every card, so that sums are the same. All programs should fit on a card at
+    once, or the last wait for the first to end. Registers limit that, and triton 3.6 takes more of them than 3.8."""
 
     elements: int = 2048
     warps: int = 4

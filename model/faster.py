@@ -21,7 +21,7 @@ from .products import FastLinear
 
 
 class ForeignBias(nn.Linear):
-    """A linear layer, in whose place it is put, whose bias gets its gradient from what comes behind."""
+    """A linear layer, in whose place it is put, whose bias gets its gradient from the operation that comes next."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias.detach())
@@ -61,14 +61,14 @@ class ShortGeluFunction(torch.autograd.Function):
 
 
 class ShortGelu(nn.GELU):
-    """Torch's, in whose place it is put, but for the last bits of float32."""
+    """GELU, in the place of torch's, from which it differs in the last bits of float32."""
 
     def forward(self, x: Tensor) -> Tensor:
         return ShortGeluFunction.apply(x)
 
 
 class ClassAttention(PackedAttention):
-    """Ours, in whose place it is put, with a bias, where the first token is the class token, which asks alone."""
+    """``PackedAttention`` with a bias, in whose place it is put in a last block, where the class token alone asks."""
 
     def of_first(self, x: Tensor, ask: Tensor, answer: Tensor, ask_bias: Tensor, answer_bias: Tensor) -> Tensor:
         if not takes(x.shape[1], self.head_dim):

@@ -64,7 +64,7 @@ class FlatParameters:
 
     @torch.no_grad()
     def read(self) -> None:
-        """``values``, and what is made of them, from the parameters."""
+        """Copies the parameters to ``values``, and these to what is made of them."""
         torch._foreach_copy_(self._values, [_own(parameter) for parameter in self.parameters])
         self.copies.copy_(self.values[: len(self.copies)])
         for parameter, fixed in self._fixed.items():
@@ -72,7 +72,7 @@ class FlatParameters:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """The parameters, from ``values``."""
+        """Copies ``values`` to the parameters, where these are no views of it."""
         if self.sharded:
             torch._foreach_copy_([_own(parameter) for parameter in self.parameters], self._values)
 

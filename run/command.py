@@ -133,7 +133,7 @@ def _with(default: Options, values: dict[str, Any], source: str) -> Options:
 
 
 def _as(kind: Any, value: Any, what: str) -> Any:
-    """A value as JSON and TOML have it, as one of a type; ValueError if it is none."""
+    """A value of JSON or TOML as one of the type ``kind``; ValueError, which begins with ``what``, if it is none."""
     choices = [kind, *(choice for choice in get_args(kind) if get_origin(kind) not in (tuple, Literal))]
     for choice in choices:
         if choice is Path and isinstance(value, str | Path):

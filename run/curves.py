@@ -28,7 +28,7 @@ class Panel(NamedTuple):
     title: str
     unit: str
     factor: float = 1  # from what is recorded to the unit
-    shown: tuple[float, ...] = ()  # values that the axis reaches to whatever the run
+    shown: tuple[float, ...] = ()  # values that the axis always includes
     noisy: bool = True
 
 
@@ -43,7 +43,7 @@ PANELS = (
     Panel("data_wait", "Waiting for data", "% of the time", factor=100, shown=(0, 10)),
     Panel("mfu", "Model FLOP utilisation", "% of the peak", factor=100, shown=(0,)),
 )
-OWN = "loss", "feature_std", "knn_trained", "top1", "images_per_second"  # the panels of what a run draws of itself
+OWN = "loss", "feature_std", "knn_trained", "top1", "images_per_second"  # panels of the picture that a run leaves
 
 
 def leave(folder: Path) -> str:
@@ -168,8 +168,8 @@ def draw(runs: dict[str, list[dict[str, float]]], path: Path, among: Sequence[Pa
 
 
 def plot(axes, x: np.ndarray, y: np.ndarray, noisy: bool, width: float, colour) -> bool:
-    """Points that lie apart are marked; a noisy line of dense ones is thin, below its smoothed line, which the answer
-    says. ``width``: of the smoothing, in units of x."""
+    """Draws a line, and marks its points where they lie apart. A line of dense points that is ``noisy`` is drawn thin,
+    under its smoothed line; whether it was is returned. ``width``: of the smoothing, in units of x."""
     deviation = (len(x) - 1) * min(MOST, width / max(np.ptp(x), width)) if len(x) else 0  # in points
     dense = deviation >= 1
     if dense and noisy:

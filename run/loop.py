@@ -78,7 +78,7 @@ def _put_back(training: Trains, report: Report, bad: dict[int, str], state: dict
         report.load_state_dict(state["report"])
         # Which files are not what they were is found anew each time: they may be back.
         bad.update({sample: reason for sample, reason in state["bad"].items() if reason not in (CHANGED, GONE)})
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:  # torch has no class of its own
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:  # torch raises any of these
         if out_of_memory(error):
             raise
         said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]:.120}"
@@ -160,7 +160,7 @@ class Loop:
         return self.stop.agreed(self.step)
 
     def took(self, figures: Sequence[Tensor], finite: Tensor, learning_rate: float) -> None:
-        """A step was taken, with these results (see ``Report.step``)."""
+        """Is called after each optimizer step, with its results (see ``Report.step``)."""
         self.step += 1
         self.report.step(self.step, figures, finite, learning_rate)
 
@@ -226,14 +226,14 @@ class DryLoop(Loop):
     def __init__(self, *what, **how):
         super().__init__(*what, **how)
         self.start, turns, windows = self.step, self.groups * self.window, 1
-        if self.ranks.device.type == "cuda":  # what compiles and records steps, and what was loaded ahead meanwhile
+        if self.ranks.device.type == "cuda":  # those that compile and record steps, and those loaded ahead meanwhile
             windows = -(-(WARM_UP + self.groups) // turns) + AHEAD
         self.warm = min(self.step + windows * turns, max(self.step, self.total - 1))
         self.end = min(self.warm + max(2 * turns, 4), self.total)
         self.seconds = self.waited = 0.0
 
     def asked_to_stop(self) -> bool:
-        return self.step >= self.end  # here, and the batches of the steps behind are loaded as they would be
+        return self.step >= self.end  # rather than by a smaller ``total``: batches are loaded ahead as in a whole run
 
     def took(self, figures: Sequence[Tensor], finite: Tensor, learning_rate: float) -> None:
         super().took(figures, finite, learning_rate)
@@ -247,7 +247,7 @@ class DryLoop(Loop):
         pass
 
     def tell(self, opened: Opened) -> None:
-        """What is to come, and what of it the steps have shown, in lines for the screen. For all ranks."""
+        """Says what the run would do, and what time, memory and disk it would take by these steps. For all ranks."""
         config, device, last = self.config, self.ranks.device, self.total
         bad = {sample: why for found in self.ranks.gather(dict(self.loader.bad)) for sample, why in found.items()}
         if device.type == "cuda":

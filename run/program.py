@@ -56,7 +56,7 @@ def _printed() -> bool:
 
 def _lost(error) -> None:
     """A ``sys.unraisablehook``, which is told of an ``error`` that a signal has raised where nothing can be raised."""
-    if error.exc_type is KeyboardInterrupt:  # in a destructor, as DALI has one; once more when that is over
+    if error.exc_type is KeyboardInterrupt:  # in a destructor, such as DALI's: raised again when that is over
         signal.setitimer(signal.ITIMER_REAL, 0.1)
     # A thread whose start a signal broke off, as torch does where a worker dies: main has heard of it already.
     elif not isinstance(getattr(error.object, "__self__", None), threading.Thread):
@@ -79,7 +79,7 @@ def run(
         sys.exit(f"{program}: {error}. Repair the data or raise --max-bad")
     except TooManySkipped as error:
         sys.exit(f"{program}: {error}. Lower --lr, or look at these images")
-    except OSError as error:  # of the output folder: what is wrong with an image is none
+    except OSError as error:  # of the output folder: a bad image does not raise one
         where = ""
         if error.errno in (*DISK, errno.EPIPE) and not error.filename:
             where = " in the output folder" if _printed() else " on standard output"

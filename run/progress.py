@@ -123,10 +123,10 @@ class Report:
             self.bar.stop()
 
     def waiting_for(self, batches: Iterator) -> Iterator:
-        """The batches as they come, the time that they are waited for on the record.
+        """The batches as they come; how long each is waited for is noted.
 
-        On a GPU the time that it has nothing to do, not that of this thread: as long as steps are queued, whoever waits
-        here costs nothing.
+        On a GPU that is the time in which the GPU has nothing to do, not this thread's: as long as steps are queued, to
+        wait here costs nothing.
         """
         while True:
             start = self._now()
@@ -154,7 +154,7 @@ class Report:
         return past
 
     def _waited(self) -> float:
-        """Seconds since the last line; the device has to have done all that was queued."""
+        """Seconds that batches were waited for since the last line; the device has to have done all that was queued."""
         if self.ranks.device.type != "cuda":
             return sum(end - start for start, end in self.waits)
         return sum(start.elapsed_time(end) for start, end in self.waits) / 1000
@@ -173,10 +173,10 @@ class Report:
         self.since += time.perf_counter() - start
 
     def step(self, step: int, values: Sequence[Tensor], finite: Tensor, learning_rate: float) -> None:
-        """After optimizer step number ``step`` (the first is 1). ``values``, in the order of ``figures``, and
-        ``finite`` are scalars of this rank. TooManySkipped after ``IN_A_ROW`` steps in a row whose gradients were not
-        finite, at the next line. The first step of a process has a line of its own on the screen (in ``metrics.jsonl``
-        that of the run), so that there is something to see, and counts in the next line too."""
+        """Is told of each optimizer step, number ``step`` (the first is 1). ``values``, in the order of ``figures``,
+        and ``finite`` are scalars of this rank. TooManySkipped, at the next line, after ``IN_A_ROW`` steps in a row
+        whose gradients were not finite. So that there is something to see, the first step of a process gets a line of
+        its own on the screen (in ``metrics.jsonl`` only the first of the run); it counts in the next line too."""
         self.sums += torch.where(finite, torch.stack([*values, torch.ones_like(values[0])]), 0.0)
         total, row, most = self.skipped
         row = (row + 1) * ~finite

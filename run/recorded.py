@@ -48,7 +48,7 @@ class Recorded:
         return tuple(result.clone() for result in results)  # the next graph may write over them
 
     def _called(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """On the stream that is recorded, whose libraries then have their memory from before."""
+        """Calls the function on the stream that is to be recorded: libraries then have their memory there already."""
         before = torch.cuda.current_stream()
         self.stream.wait_stream(before)
         with torch.cuda.stream(self.stream):
@@ -69,7 +69,7 @@ class Recorded:
             # With the one that failed torch may free the workspace of cuBLAS on this stream, in which the others write
             # (2.14, pytorch issue 193402). And beside the memory of graphs, that of steps without them may not fit.
             self.graphs.clear()
-            if torch.__version__ < "2.13":  # takes itself to be recording for ever, and frees no cached memory any more
+            if torch.__version__ < "2.13":  # which else believes that it records, and frees no cached memory any more
                 with contextlib.suppress(RuntimeError):
                     torch._C._cuda_endAllocateToPool(self.stream.device_index, self.pool)
             self.clean()

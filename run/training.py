@@ -103,10 +103,10 @@ class Training:
         self.flop_per_pair = flop_per_pair(self.network, self.keep, momentum=self.key_network is not None)
         compiled = self.on_gpu if compiled is None else compiled
         sharded = config.fsdp and ranks > 1
-        self.faster = self.half and not sharded and faster.pays(device)  # whether a step has these forms
+        self.faster = self.half and not sharded and faster.pays(device)  # whether steps use its forms
         if sharded:
-            self.form = copy.deepcopy(encoder).to("meta")  # an encoder of which all ranks have all
-            mesh = init_device_mesh(device.type, (ranks,))  # the default is of GPUs wherever there are any
+            self.form = copy.deepcopy(encoder).to("meta")  # the encoder without shards
+            mesh = init_device_mesh(device.type, (ranks,))  # FSDP's own would be of GPUs wherever there are any
             for network in filter(None, (self.network, self.key_network)):
                 _shard(network, mesh, compiled=compiled, half=self.half, in_pieces=config.accumulate > 1)
         units = clip_units(self.network)
@@ -226,7 +226,7 @@ class Training:
             features = torch.cat([self.query.features(*piece) for piece in pieces])
             if self.key is not None:
                 keys = self.key.heads(torch.cat([self.key.features(*piece) for piece in pieces]))
-        with self._autocast():  # one of its own: it keeps casts of weights, also those made without a graph
+        with self._autocast():  # another one: the first keeps its casts of weights, which were made without a graph
             queries, projections, spread = self.query.heads(features.requires_grad_())
             keys = keys if self.key is not None else projections
             loss, similarity = self.loss(queries, keys, self.config.temperature)
@@ -235,7 +235,7 @@ class Training:
             with self._autocast():
                 again = self.query.features(*piece)
             again.backward(features.grad.chunk(len(pieces))[number])
-            gradient = self.flat.collect(add=number > 0)  # the first time with those of the heads
+            gradient = self.flat.collect(add=number > 0)  # the first time those of the heads too
         return loss, similarity, spread, gradient
 
     def _autocast(self) -> torch.autocast:

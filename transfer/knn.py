@@ -86,7 +86,7 @@ def batches(
     for encoder in encoders:
         encoder.eval()
     widest = max(4 * max(encoder.embed_dim for encoder in encoders), 3 * patch**2)
-    size = _BATCH  # of large images fewer; always a part of it, by which the ranks divide the work
+    size = _BATCH  # fewer of large images, but always a divisor: by whole batches the ranks divide the work
     while size > 1 and 4 * size * height * width * widest > _WIDE:
         size //= 2
     decoded = evaluation_batches(

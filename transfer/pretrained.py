@@ -239,9 +239,9 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _weights(path: Path) -> dict[str, Tensor]:
-    """The state dict in a file; nested ones and the prefixes of wrappers as timm knows them."""
+    """The state dict in a file, also one within another or with the prefixes of wrappers, as far as timm knows them."""
     try:
-        path.open("rb").close()  # what may not be read safetensors takes for absent
+        path.open("rb").close()  # safetensors would say of a file that may not be read that it is not there
         with warnings.catch_warnings(action="ignore"):  # of what it looks like; an error says more
             state = timm.models.load_state_dict(str(path), weights_only=True)
     except OSError:

@@ -65,7 +65,7 @@ def linear(
 ) -> tuple[float, float, float]:  # fmt: skip
     """Top-1 and top-5 accuracy in percent, and the penalty, of the linear probe: of features [n, D] for training with
     labels int64 [n], on others ``asked`` [m, D] with the ``truth`` [m]."""
-    labels = labels.clone()  # of inference mode, which has no gradients
+    labels = labels.clone()  # they were made in inference mode, and autograd would not take them
     deviation, mean = torch.std_mean(rows, dim=0, correction=min(1, len(rows) - 1))  # of one row: 0
     rows, asked = ((part - mean) / (deviation + 1e-6) for part in (rows, asked))
     held = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)

@@ -258,7 +258,8 @@ def _unpacked(counts: str) -> Iterator[int]:
 
 
 def _wrong(found: list[int] | str, height: int, width: int) -> str:
-    """What is wrong with an image of this size (or none for this reason) where it should have that; or nothing."""
+    """What is wrong with an image that should have this height and width; "" if nothing. ``found``: those that it has,
+    or why it is no image."""
     if isinstance(found, str):
         return found
     if found == [height, width]:
@@ -267,7 +268,7 @@ def _wrong(found: list[int] | str, height: int, width: int) -> str:
 
 
 def _usable(one: dict[str, Any], height: int, width: int) -> bool:
-    """Whether there is an area, and something of it, by its box and by its polygons, within the image."""
+    """Whether an object has an area, of which box and polygons say that some lies within the image."""
     x, y, w, h = one["bbox"]
     shape = one["segmentation"]
 
