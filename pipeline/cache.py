@@ -17,7 +17,7 @@ import uuid
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -127,11 +127,25 @@ def having_room(folder: Path | None) -> Iterator[None]:
         raise OSError(f"--index-cache {folder}: {error.strerror}; expected room there, or another folder") from None
 
 
+def locked(file: IO, busy: str) -> bool:
+    """Locks an open file until it is closed, and waits for a process that has locked it, which a line on stderr says is
+    ``busy``. False on a file system without locks."""
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"{busy} in another process; waiting for its end", file=sys.stderr, flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError:
+        return False
+    return True
+
+
 class Cache:
     """What a folder of indices holds of one root."""
 
     def __init__(self, folder: Path, root: str):
-        self.folder = Path(folder).absolute()
+        self.folder, self._root = Path(folder).absolute(), root
         self._name = self.folder / hashlib.sha256(os.fsencode(os.path.abspath(root))).hexdigest()[:32]
 
     def file(self, signature: str) -> Path:
@@ -164,8 +178,7 @@ class Cache:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self._name.with_suffix(".part")
         with open(path, "a+b") as file:
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(file, fcntl.LOCK_EX)
+            locked(file, f"{self._root}: its headers are read")
             yield Results(file)
             path.unlink(missing_ok=True)
 

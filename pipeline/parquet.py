@@ -12,7 +12,6 @@ any. Others have no label.
 """
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import io
@@ -25,7 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.cache import replacing
+from pipeline.cache import locked, replacing
 from pipeline.headers import MAY_PASS, counted, printable
 from pipeline.waiting import patiently
 
@@ -93,12 +92,7 @@ def _alone(folder, wanted):
         return
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "wb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            alone = True
-        except OSError:  # a file system without locks
-            alone = False
-        yield alone
+        yield locked(file, f"{folder}: Parquet files are unpacked")
 
 
 def _announce(root, folder, tables):

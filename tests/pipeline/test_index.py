@@ -7,6 +7,7 @@ import pickle
 import platform
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -285,6 +286,20 @@ def test_an_interrupted_scan_goes_on(tmp_path, reads, monkeypatch):
     index = Index.scan(root, cache)
     assert sorted(reads) == [f"{i}.png" for i in (0, 1, 4, 5, 6, 7, 8, 9)]
     assert index.fingerprint == Index.scan(root).fingerprint and not part.exists()
+
+
+def test_a_scan_waits_for_another_of_the_same_data_and_says_so(tmp_path, capsys):
+    root, said = tmp_path / "data", ""
+    save(root / "0.png")
+    with ThreadPoolExecutor(1) as pool:  # locks are between openings of a file: a thread stands for a process
+        with cache.Cache(tmp_path / "cache", str(root)).scanning():
+            other, end = pool.submit(Index.scan, root, tmp_path / "cache"), time.monotonic() + 20
+            while not said and time.monotonic() < end:
+                said += capsys.readouterr().err
+                time.sleep(0.01)
+            assert said == f"{root}: its headers are read in another process; waiting for its end\n"
+            assert not other.done()
+        assert len(other.result()) == 1
 
 
 def test_several_processes_write_the_same_file(tmp_path):
