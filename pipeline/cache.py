@@ -101,14 +101,15 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]] | None:
 def place(asked: Path | None, otherwise: Path | None) -> Path | None:
     """The folder for indices: the one ``asked`` for, or by default ~/.cache/aps. Where that cannot be written to,
     ``otherwise``, with a line on stderr."""
-    folder = asked or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "aps"
+    folder = asked or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "aps")
     try:
+        folder = folder.expanduser()
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK | os.X_OK):
             return folder
         why = "not writable"
     except (OSError, RuntimeError) as error:  # RuntimeError: no home
-        why = getattr(error, "strerror", None) or str(error)
+        why = getattr(error, "strerror", None) or str(error).rstrip(".")
     print(
         f"--index-cache {folder}: {why}; what the scan finds is kept {f'in {otherwise}' if otherwise else 'nowhere'}",
         file=sys.stderr,

@@ -5,6 +5,7 @@ import itertools
 import os
 import pickle
 import platform
+import pwd
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -323,6 +324,13 @@ def test_a_folder_for_indices_that_cannot_be_written_to_is_said(tmp_path, monkey
     assert cache.place(tmp_path / "file" / "x", tmp_path / "run") == tmp_path / "run"
     said = capsys.readouterr().err
     assert said == f"--index-cache {tmp_path}/file/x: Not a directory; what the scan finds is kept in {tmp_path}/run\n"
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # as in a container of a user that it does not know
+    assert cache.place(None, None) is None
+    said = "--index-cache ~/.cache/aps: Could not determine home directory; what the scan finds is kept nowhere\n"
+    assert capsys.readouterr().err == said
 
     def full(*_):
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
