@@ -188,8 +188,10 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    # Mapped: several ranks of a machine share the pages, and a sharded one takes only its part.
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    # Mapped: several ranks of a machine share the pages, and a sharded one takes only its part. Opened here, as torch
+    # takes no name that is not UTF-8, and maps no file without one.
+    with path.open("rb") as file:
+        return torch.load(f"/proc/self/fd/{file.fileno()}", map_location="cpu", weights_only=True, mmap=True)
 
 
 def _check_read(path: Path, error: Exception) -> None:

@@ -11,6 +11,8 @@ KEEP = {"last": 3, "every": 0}
 
 
 def test_what_is_saved_comes_back_and_old_ones_go(tmp_path):
+    tmp_path /= os.fsdecode(b"caf\xe9")  # torch opens no file in a folder whose name is not UTF-8
+    tmp_path.mkdir()
     (tmp_path / "step-best.pt").touch()  # a user's copy
     for step in (5, 10, 15, 20, 25, 1_000_000_000):
         state = {"step": step, "weights": torch.full((3,), step), "name": "a"}
