@@ -42,7 +42,8 @@ _WINDOW = 1024  # bytes read at once of a tar, where pages are far apart: a JPEG
 _HEADER = struct.Struct("100s24x12s12x8sc188x155s12x")
 _ZEROS, _DATA, _KINDS = bytes(512), b"\x0007", b"\x0001234567"
 _PAX = re.compile(r"path|size|linkpath|[amc]time|uid|gid|uname|gname|(SCHILY|LIBARCHIVE)\.xattr\..*", re.DOTALL)
-# Where members lie so far (bytes) apart on the mean, looked at after every so many, read-ahead reads what nobody needs.
+# Looked at after every _SOME members: where they lie this far apart on average (bytes), the system's read-ahead reads
+# what nobody needs, and is turned off.
 _SOME, _FAR = 8, 16_384
 _MAX_LABEL = 1 << 20  # bytes of a .cls or .json
 _AT_ONCE = 64  # files, after which it is seen whether threads pay
@@ -52,8 +53,8 @@ MISSING = f"{_NOT_HAD}: {objects.GONE}"
 # ENOENT: of a file that had just been listed, as of a disk that is no longer mounted.
 _REFUSED = {os.strerror(errno.EACCES), os.strerror(errno.EPERM), os.strerror(errno.ENOENT), _NOT_HAD}
 WHOLE = "/", objects.SCHEME  # what a path begins with that is not relative
-# Bytes of an object that are asked for at first, as EXIF has a picture of some 10,000; then as many, and ever more, up
-# to the other: a PNG is read to its end, and may have a chunk for each 8,192.
+# Bytes of an object that the first request asks for, as EXIF may hold a preview of some 10,000, and the most that later
+# ones do, each for four times as many: a PNG is read to its end, and may have a chunk for each 8,192.
 _FIRST, _MOST = 16_384, 1 << 20
 
 

@@ -20,7 +20,7 @@ from pipeline.index import Index
 
 _BAD_FLOOR = 20  # so many bad files are allowed however few there are
 _LOOKS = 3  # a file with an unclear error is bad if it fails so often while others can be read
-_OTHERS = 9  # files of a store that are compared, with that one
+_OTHERS = 9  # files of one store that are tried then, with that one
 
 
 def bad_limit(files: int, share: float) -> int:

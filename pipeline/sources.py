@@ -32,7 +32,7 @@ _ARCHIVES = ".zip", ".rar", ".7z"
 # Originals that an export as an image may lie beside: those of cameras, and Photoshop's.
 _ORIGINALS = re.compile(r".*\.(arw|cr[23w]|dng|nef|nrw|orf|pef|psd|raf|rw2|srw)", re.IGNORECASE | re.DOTALL)
 _PACKED = re.compile(r".*\.(tar\.\w+|tgz|tbz2?|txz|tzst)", re.IGNORECASE | re.DOTALL)
-# In names with a NUL behind each, where one may be a Parquet file, or a tar, packed or not.
+# Found in names with a NUL behind each, if one of them may be a Parquet file or a tar, compressed or not.
 _NO_IMAGES = re.compile(rb"\.(parquet\0|tar|tgz\0|tbz|txz\0|tzst\0)", re.IGNORECASE)
 _KINDS = ".tar", ".parquet"
 # In a name: the part of a data set that a file belongs to.
@@ -45,7 +45,7 @@ _WANTED = (
 _LINES = "path<TAB>label in each line, or the path of an image alone; no header, no commas"
 _HUB = "hf download --repo-type dataset {} --local-dir FOLDER"
 _REMOTE = "expected them on a local disk, or images that are objects of their own"
-_LATER = -1  # in the place of a time: of a file that was not asked yet
+_LATER = -1  # in place of a time: the file has not been looked at yet
 
 
 def find(root, folder=None, progress=None):
