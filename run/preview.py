@@ -8,9 +8,13 @@ and the patches are put back into it by code of this file: where the two disagre
 
 import argparse
 import dataclasses
+import signal
 import sys
 import textwrap
 from pathlib import Path
+
+if __name__ == "__main__":  # before what takes time: until ``program.run`` takes over, Ctrl-C ends it without a word
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import numpy as np
 import torch
@@ -22,9 +26,8 @@ from pipeline.headers import printable
 from pipeline.paths import expanded
 from pipeline.toy import make_toy
 
-from . import quiet
+from . import program
 from .images import TOY
-from .program import opening
 from .recipes import RECIPES
 from .training import plan_patches, sample_patches
 
@@ -281,7 +284,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--images", type=int, default=4, help=f"1 to {MOST}, the first ones of the epoch; default: 4")
     parser.add_argument("--seed", type=int, default=0, help="as of train.py; default: 0")
     parser.add_argument("--epoch", type=int, default=0, help="counted from 0, which is the default")
-    with opening("run.preview"), quiet.decoder():
+    with program.opening("run.preview"):
         options = parser.parse_args(arguments)
         output = expanded(options.output)
         if not 1 <= options.images <= MOST:
@@ -305,4 +308,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    program.run("run.preview", main, goes_on="the same command begins anew", smaller="--images")
