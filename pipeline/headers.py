@@ -36,6 +36,9 @@ _SUFFIXES = re.compile(
 _COMPRESSED = re.compile(r"\.(gz|bz2|xz|zst|zip)", re.IGNORECASE)
 UNPACK = "expected plain .tar files, whose members can be read where they lie: decompress them"
 _MAX_SIDE, _MAX_PIXELS = 65535, 178_000_000
+# Bytes of a file at most, as it is read whole: for each pixel, twice what the deepest kind has, and for what else is in
+# it. A TIFF of a stack of images, of which the first is taken, may have more than there is memory.
+_DEEPEST, _BESIDE = 16, 1 << 27
 _WINDOW = 1024  # bytes read at once of a tar, where pages are far apart: a JPEG's header without EXIF has 650
 # The header of a member of a tar: name, size, check sum, kind, prefix of the name. Kinds: file (NUL, 0 and 7), link,
 # symbolic link, device (3 and 4), folder, pipe.
@@ -153,6 +156,8 @@ def header(descriptor, start, length, **how):
 def upright(file):
     """[height, width] of the upright image in ``formats.Bytes`` or ``Held``; ValueError or OSError if there is none."""
     height, width, orientation = formats.parse(file)
+    if file.length > _DEEPEST * height * width + _BESIDE:
+        raise ValueError(f"{file.length / 1e6:,.0f} MB for {height}x{width} pixels: expected one image a file")
     return [width, height] if orientation >= 5 else [height, width]
 
 

@@ -151,6 +151,8 @@ def test_rejected_files_are_named_with_the_reason(tmp_path):
     fill(tmp_path / "a/long.ppm", b"P6 70000 2 255\n")
     fill(tmp_path / "raw/1.NEF", b"II*\0")
     fill(tmp_path / "raw/2.psd", b"8BPS")
+    save(tmp_path / "a/stack.tif")
+    os.truncate(tmp_path / "a/stack.tif", 135_000_000)  # sparse
     save(tmp_path / "only bad/a.gif")
     save(tmp_path / "only bad/b.jp2")
     (tmp_path / "only bad/broken.jpg").symlink_to(tmp_path / "nowhere")
@@ -164,6 +166,7 @@ def test_rejected_files_are_named_with_the_reason(tmp_path):
         "a/huge.ppm": "pixels",
         "a/long.ppm": "size 2x70000",
         "a/packed.jpg.gz": "format of compressed files is not supported",
+        "a/stack.tif": "135 MB for 20x30 pixels: expected one image a file",
         "a/text.jpg": "not an image",
         "only bad/a.gif": "format GIF is not supported",
         "only bad/b.jp2": "format JPEG2000 is not supported",
