@@ -76,7 +76,9 @@ class Decoder:
         if not ready:
             raise Died(f"hangs the decoder for {seconds:.0f} s")
         if -process.returncode not in _CRASHES:
-            raise RuntimeError(f"a process that decodes has ended by itself (exit code {process.returncode})")
+            killed = process.returncode == -signal.SIGKILL
+            how = "been killed, as where memory runs out: fewer processes, or threads, take less" if killed else "ended"
+            raise RuntimeError(f"a process that decodes has {how} (exit code {process.returncode})")
         raise Died(f"ends the decoder: {signal.Signals(-process.returncode).name}")
 
 
