@@ -203,8 +203,9 @@ class Index:
         """Index what ``root`` names:
 
         - a folder of class folders (nesting inside a class is allowed) or a flat folder of images. Images that lie
-          beside class folders get label -1. Hidden files and folders are passed over, links followed; the content
-          decides what is an image, and a file that only its suffix calls one is listed in ``rejected``;
+          beside class folders get label -1. Links are followed. Hidden files and folders, and the folders of runs and
+          of the system (as ``lost+found``), are passed over. The content decides what is an image, and a file that only
+          its suffix calls one is listed in ``rejected``;
         - a folder of tar shards, one .tar, or a pattern such as ``shard-{000..123}.tar``: see ``shards.Shards``;
         - the same of Parquet files, which are unpacked into ``cache`` (default: the user's), and behind a # the column
           of their labels, where it is not clear: see ``parquet``;

@@ -35,6 +35,8 @@ _STAT_X86, _STAT = _layout(144, mode=("u4", 24), **_TIMES), _layout(144, mode=("
 _STATX = _layout(256, mode=("u2", 28), size=("i8", 40), seconds=("i8", 112), nanoseconds=("u4", 120))
 _MASK = 0x241  # of statx: type, time of change, size
 _RUN = b"checkpoints", b"config.json", b"metrics.jsonl"  # what the folder of a run holds; its curves are no image
+# Folders that a file system, a NAS (for its thumbnails and its bin) or an archiver makes, within class folders too.
+_SYSTEM = b"$RECYCLE.BIN", b"#recycle", b"@eaDir", b"System Volume Information", b"__MACOSX", b"lost+found"
 _AT_ONCE = 1024  # files, after which it is seen whether threads pay
 
 
@@ -48,8 +50,8 @@ class Found:
 
 
 def walk(root: str, wanted: Callable[[str], bool]) -> Found:
-    """All visible files below ``root``, except in the folders of runs; links are followed. A broken link counts as
-    unreadable if its path is ``wanted``.
+    """All visible files below ``root``, except in folders of runs and of the system; links are followed. A broken link
+    counts as unreadable if its path is ``wanted``.
 
     OSError if root itself cannot be listed, or something below it for a reason that may pass. Where looking at folders,
     or at pieces of large ones, mostly waits, as on network file systems, threads do it.
@@ -148,6 +150,11 @@ def _folder(top, folder, above, wanted):
     contains the link.
     """
     path = os.path.join(top, folder)
+
+    def there(name):
+        i = bisect.bisect_left(names, name)
+        return names[i : i + 1] == [name]
+
     try:
         status = os.stat(path)
         here = status.st_dev, status.st_ino
@@ -160,7 +167,9 @@ def _folder(top, folder, above, wanted):
     try:
         names.sort()
         del names[bisect.bisect_left(names, b".") : bisect.bisect_left(names, b"/")]  # hidden
-        if folder and all(names[(i := bisect.bisect_left(names, part)) : i + 1] == [part] for part in _RUN):
+        for name in filter(there, _SYSTEM):
+            names.remove(name)
+        if folder and all(map(there, _RUN)):
             return None
         kinds, stamps = statuses(descriptor, names)
     finally:

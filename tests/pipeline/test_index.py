@@ -35,7 +35,7 @@ def test_class_folders(tmp_path):
         save(root / name)
     save(root / "dog/really a png.jpg", format="PNG")
     save(root / "dog/no suffix", format="JPEG")
-    for name in ("dog/.hidden.jpg", "dog/._b.JPEG", ".thumbnails/a.jpg"):
+    for name in ("dog/.hidden.jpg", "dog/._b.JPEG", ".thumbs/a.jpg", "dog/@eaDir/b.JPEG/M.jpg", "lost+found/a.jpg"):
         save(root / name, format="JPEG")
     fill(root / "README.md", b"about")
     fill(root / "dog/annotation.json", b"{}")
