@@ -37,7 +37,7 @@ from model.export import weights
 from pipeline.cache import replacing
 from pipeline.headers import MAY_PASS
 
-UNREAD = MAY_PASS | {errno.EACCES, errno.EPERM}  # errors that say nothing of what a file holds
+UNREAD = MAY_PASS | {errno.EACCES, errno.EPERM, errno.ENOENT}  # errors that say nothing of what a file holds
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -167,7 +167,12 @@ def newest(folder: Path) -> tuple[Path | None, list[str]]:
     """
     damaged = []
     for path in reversed(_all(folder)):
-        reason = _damage(path)
+        try:
+            reason = _damage(path)
+        except OSError:
+            if path in _all(folder):
+                raise
+            return newest(folder)  # of a run that goes on, which has removed it and saved another
         if reason is None:
             return path, damaged
         damaged.append(f"{path} is damaged ({reason})")

@@ -139,13 +139,13 @@ def accuracy(
             ranks.broadcast(rows, source)
             ranks.broadcast(truth, source)
             near = _unless_out_of_memory(lambda rows=rows: _nearest(bank, bank_labels, numbers, rows, k + _SPARE))
-            if near is None:
+            if near is None:  # which the other ranks have to hear of
                 near = torch.full((3, len(rows), k + _SPARE), -2, dtype=torch.int64, device=bank.device)
             similarity, label, number = torch.cat(ranks.all(near), 2)
             if (number == -2).any():
                 raise torch.OutOfMemoryError(f"out of memory, with {len(bank):,} images in the bank of a rank")
             similarity = similarity.view(torch.float64)
-            order = number.argsort(1)
+            order = number.argsort(1)  # and from there by similarity, as the sort below is stable
             order = order.gather(1, similarity.gather(1, order).argsort(dim=1, descending=True, stable=True))[:, :k]
             weights = (similarity.gather(1, order) / 0.07).exp()
             votes = torch.zeros(len(rows), classes, dtype=torch.float64, device=rows.device)

@@ -1,5 +1,6 @@
 import errno
 import os
+import zipfile
 from types import SimpleNamespace
 
 import pytest
@@ -55,6 +56,20 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(tmp_path, monkeyp
     first.write_bytes(b"")
     with pytest.raises(ValueError, match="no other is left"):
         checkpoint.newest(tmp_path)
+
+
+def test_a_checkpoint_that_a_run_removes_meanwhile_is_not_called_damaged(tmp_path, monkeypatch):
+    old, opened = checkpoint.save(tmp_path, 1, {}, **KEEP), zipfile.ZipFile
+
+    def removed(path):
+        if path == old:
+            checkpoint.save(tmp_path, 2, {}, last=1, every=0)
+        return opened(path)
+
+    monkeypatch.setattr("zipfile.ZipFile", removed)
+    assert checkpoint.newest(tmp_path) == (tmp_path / "step-00000002.pt", [])
+    with pytest.raises(OSError, match=r"step-00000001.pt cannot be read \(No such file or directory\)"):
+        checkpoint.load(old)
 
 
 def test_no_damaged_bit_is_a_traceback_or_goes_unseen(tmp_path):
