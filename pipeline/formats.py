@@ -453,5 +453,6 @@ _FORMATS = [
         (rb"P[Ff]\s", "PFM", None),
         (rb"8BPS", "PSD", None),
         (COMPRESSED + b"|PK", "of compressed files", None),
+        (rb"version http", "of Git LFS's pointers (git lfs pull fetches the files)", None),
     )
 ]

@@ -145,6 +145,7 @@ def test_rejected_files_are_named_with_the_reason(tmp_path):
     fill(tmp_path / "a/empty.jpg", b"")
     fill(tmp_path / "a/text.jpg", b"hello, I am text")
     fill(tmp_path / "a/packed.jpg.gz", b"\x1f\x8b")
+    fill(tmp_path / "a/pointer.jpg", b"version https://git-lfs.github.com/spec/v1\noid sha256:")
     fill(tmp_path / "a/head.jpg", jpeg[:15])
     fill(tmp_path / "a/head.png", png)
     fill(tmp_path / "a/huge.ppm", b"P6 60000 60000 255\n")
@@ -166,6 +167,7 @@ def test_rejected_files_are_named_with_the_reason(tmp_path):
         "a/huge.ppm": "pixels",
         "a/long.ppm": "size 2x70000",
         "a/packed.jpg.gz": "format of compressed files is not supported",
+        "a/pointer.jpg": "format of Git LFS's pointers (git lfs pull fetches the files) is not",
         "a/stack.tif": "135 MB for 20x30 pixels: expected one image a file",
         "a/text.jpg": "not an image",
         "only bad/a.gif": "format GIF is not supported",
