@@ -81,7 +81,7 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class ImagesConfig(RunConfig):
-    """What pretraining and fine-tuning, which read images by DALI, have in common beside that."""
+    """What pretraining and fine-tuning, which read images by DALI, have in common beside ``RunConfig``."""
 
     data: Path | None = None
     """Training images: a folder (one subfolder a class, or flat), a list of paths and labels, tar shards, Parquet
@@ -158,7 +158,7 @@ class Config(ImagesConfig):
     cuda_graph: bool = True
     """On a GPU, record the optimizer step and launch it as a whole. Nothing changes with --fsdp or on a CPU."""
 
-    # With an encoder to begin with, what is not given is its own, whatever the recipe says: ``OPEN``.
+    # Beside an --encoder, options of ``OPEN`` that are not given are its own, whatever the recipe says.
     encoder: str = "none"
     """Where to begin: none, random weights; or all that finetune.py takes: the folder of a run, a folder in timm's hub
     layout, a checkpoint with the keys of timm (and --model). Sizes, mean and std are then the encoder's own, of which

@@ -170,7 +170,7 @@ def lock(output: Path) -> None:
 
 
 def leave_locks() -> None:
-    """Lets a forked process go of the locks that it has from its parent: it may outlive that by seconds."""
+    """Closes the locks that a forked process has from its parent, which it may outlive by seconds."""
     while _locks:
         os.close(_locks.popitem()[1])
 

@@ -24,7 +24,7 @@ _END = bytes(1)  # no signal has this number
 
 
 def _leave_terminal() -> None:
-    """What is said from here on goes nowhere where it went to the terminal, which is gone: it would be an error."""
+    """Leads all output that went to the terminal nowhere: it is gone, and to write there would be an error."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     own = sys.stderr.fileno() if sys.stderr else 2  # a copy, see ``quiet``
     for output in (1, 2, own):
@@ -43,8 +43,8 @@ def interrupted(number: int, frame) -> None:
 class StopRequest:
     """Whether this run has been asked to stop, on any rank; signals are listened to in a ``with`` block.
 
-    By a thread of its own: a handler of Python's would have to wait for the operation that the main thread is in, which
-    may be the backward pass of a large batch.
+    A thread listens: a handler of Python's would have to wait for the operation that the main thread is in, which may
+    be the backward pass of a large batch.
     """
 
     def __init__(self, ranks: Ranks, say: Callable[[str], None]):

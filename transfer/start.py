@@ -14,7 +14,7 @@ from run.recipes import Config
 from .pretrained import load_encoder, square
 
 STEM = "start"  # of the copy in the output folder: the weights, and as JSON their description
-# What timm calls the probabilities of leaving something out: no step draws any random number.
+# timm's probabilities of leaving something out. All are 0 here, as a step of pretraining draws no random numbers.
 DROPS = "drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate"
 
 
@@ -46,8 +46,8 @@ def begin(config: Config) -> tuple[Config, VisionTransformer, dict[str, Any]]:
 
 
 def keep(config: Config, vit: VisionTransformer, description: dict[str, Any], ranks: Ranks) -> None:
-    """Leaves a copy of the encoder in the output folder, unless one is there, and gives all ranks the same: a run that
-    it comes from may have gone on between their looks at it."""
+    """Leaves a copy of the encoder in the output folder, unless one is there, and loads it on all ranks: the encoders
+    that they have read may differ, if the run that it comes from has gone on meanwhile."""
 
     def write() -> None:
         if not (config.output / f"{STEM}.json").exists():

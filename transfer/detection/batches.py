@@ -145,9 +145,10 @@ class CocoLoader:
 
 
 def apart(worker: int) -> None:
-    """``worker_init_fn`` of a ``DataLoader``: what a terminal or a scheduler sends to a group of processes reaches the
-    program, which ends its workers itself, but not these, whose death would end it at once. And when it is killed, its
-    output folder is free at once."""
+    """``worker_init_fn`` of a ``DataLoader``. The worker leaves the program's group of processes, so that a signal from
+    a terminal or a scheduler reaches the program alone: it ends its workers itself, and would end at once if one died.
+    And the worker lets go of the output folder's lock, which it would hold for a while after a program that is killed.
+    """
     os.setsid()
     leave_locks()
 
