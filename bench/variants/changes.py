@@ -93,7 +93,7 @@ def fp8_keys(training: Training, _, keys: nn.Module) -> None:
 
 
 def kernel_memsets(training: Training, *_) -> None:
-    training.recorded.kind = memsets.Graph
+    training.recorded.kind = memsets.graph
 
 
 def anywhere(training: Training) -> str:

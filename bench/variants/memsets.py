@@ -95,14 +95,15 @@ def _function(device: torch.device) -> int:
 
 
 class Graph(torch.cuda.CUDAGraph):
-    """Torch's, in whose place it is made."""
-
-    def __new__(cls):
-        _function(torch.device("cuda", torch.cuda.current_device()))  # compiled before something is recorded
-        return super().__new__(cls, keep_graph=True)
+    """Torch's, whose nodes are changed once they are recorded: to be made by ``graph``."""
 
     def capture_end(self) -> None:
         super().capture_end()
         device = torch.device("cuda", torch.cuda.current_device())
         to_kernels(ctypes.CDLL("libcuda.so.1"), self.raw_cuda_graph(), _function(device))
         self.instantiate()
+
+
+def graph() -> Graph:
+    _function(torch.device("cuda", torch.cuda.current_device()))  # compiled before something is recorded
+    return Graph(keep_graph=True)  # which torch reads in __init__ too: a default of __new__ is not enough

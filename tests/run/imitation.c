@@ -282,4 +282,4 @@ NOTHING(cuCtxSetCurrent) NOTHING(cuCtxSetLimit) NOTHING(cuModuleUnload) NOTHING(
 NOTHING(cublasSetStream_v2) NOTHING(cublasSetWorkspace_v2) NOTHING(cublasSetMathMode) NOTHING(cublasSetPointerMode_v2)
 NOTHING(cublasLtMatrixLayoutDestroy) NOTHING(cublasLtMatrixLayoutSetAttribute) NOTHING(cublasLtMatmulDescDestroy)
 NOTHING(cublasLtMatmulDescSetAttribute) NOTHING(cublasLtMatmulPreferenceDestroy)
-NOTHING(cublasLtMatmulPreferenceSetAttribute)
+NOTHING(cublasLtMatmulPreferenceSetAttribute) NOTHING(cuGraphGetNodes)

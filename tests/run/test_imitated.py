@@ -51,6 +51,14 @@ del large
 torch.cuda.empty_cache()  # of no avail while torch takes a recording to be going on
 assert torch.cuda.memory_reserved() <= before
 """
+CHANGED = """
+from bench.variants import memsets
+recorded = Recorded(lambda x: (x + 1,), clean=None)
+recorded.kind = memsets.graph
+for _ in range(8):
+    recorded(x)
+assert len(recorded.graphs) == 1 and not recorded.failed
+"""
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +71,7 @@ def on_imitation(tmp_path_factory):
     source = Path(__file__).with_name("imitation.c")
     subprocess.run([compiler, "-w", "-shared", "-fPIC", "-o", library, source, "-ldl", "-lpthread"], check=True)
     paths = {"LD_PRELOAD": library, "LD_LIBRARY_PATH": folder, "IMITATION": listed, "TRITON_CACHE_DIR": folder}
-    code = LISTED + STEPS + FAILING
+    code = LISTED + STEPS + FAILING + CHANGED
     done = run_program("-c", code, fresh=True, **{name: str(path) for name, path in paths.items()})
     return done.stderr, listed.read_text().splitlines()
 
