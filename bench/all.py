@@ -107,7 +107,7 @@ STAGES = {
         Part("program_tests", f"gpu_tests --workers 3 --files {PROGRAM_TESTS}", 150),
         Part("step_vit_b", f"{STEP_B} 512 --modes graph", 120, where="gpu"),
         Part("kinds", "kinds", 75),
-        Part("step_vit_s_compiled", f"{STEP_S} 512 --modes compiled", 60, where="gpu"),
+        Part("step_vit_s_compiled", f"{STEP_S} 512 --modes compiled", 120, where="gpu"),
     ),
     6: (
         Part("waits", "waits", 150, images=True),

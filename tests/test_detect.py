@@ -233,6 +233,7 @@ def test_says_what_to_install(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.gpu
 def test_trains_on_a_gpu(scenes, tmp_path):
+    pytest.importorskip("tyro")
     main(
         [*QUICK, *scenes[0], "--output", str(tmp_path / "run"), "--device", "cuda", "--window", "2", "--max-steps", "8"]
     )

@@ -198,6 +198,8 @@ def test_a_probe_that_goes_on_is_not_taken_for_one_that_has_died(data, tuned, tm
 
 @pytest.mark.gpu
 def test_learns_on_a_gpu(data, tmp_path):
+    pytest.importorskip("tyro")
+    pytest.importorskip("nvidia.dali")
     tune(data, tmp_path / "run", "--device", "cuda", "--operations", "2")
     assert [line for line in metrics(tmp_path / "run") if "top1" in line][-1]["top1"] > 80
     tune(data, tmp_path / "probe", "--device", "cuda", "--probe", "linear")

@@ -20,6 +20,7 @@ import kernels
 from bench import all as everything
 from bench import big, collectives, counters, embed, environment, labels, learning, pipeline, sanitizer, train
 from bench.__main__ import main
+from bench.gpu_tests import Outcomes
 from bench.kernels import GROUPS, POWER, SMOKE_SIZES, Size, batch_of_boxes, sample_one_by_one, sample_with_multinomial
 from bench.report import tables
 from bench.report.results import read
@@ -435,6 +436,11 @@ def test_tests_that_cannot_be_run_are_not_run(tmp_path, monkeypatch):
     state = everything.ended(0, tmp_path / "tests.json")
     assert state == "not run: pytest is not installed"
     assert everything.tests_said(state, tmp_path / "tests.json") == "not run"
+    outcomes = Outcomes(argparse.Namespace(json=tmp_path / "tests.json", subject="gpu_tests"))
+    why = "Skipped: could not import 'pycocotools'"
+    outcomes.pytest_collectreport(pytest.CollectReport("test_detect.py", "skipped", ("test_detect.py", 20, why), []))
+    state = everything.ended(0, tmp_path / "tests.json")
+    assert state == "not run: 1 tests (could not import 'pycocotools')"
 
 
 def test_kernels_of_the_input_path_are_none_where_the_profiler_sees_none(monkeypatch, capsys):
