@@ -42,7 +42,8 @@ def blocks(times: int, *, views: int, tokens: int, depth: int, width: int, hidde
 
 def backbone(config: Config) -> VisionTransformer:
     """timm's ViT of the config, all of it trained."""
-    return timm.create_model(config.model, **encoder_arguments(config))
+    values = {"weight_init": "skip"} if torch.get_default_device().type == "meta" else {}  # of which none is kept
+    return timm.create_model(config.model, **encoder_arguments(config), **values)
 
 
 def encode(vit: VisionTransformer, patches: Tensor, positions: Tensor, masked: tuple | None = None) -> Tensor:

@@ -116,7 +116,8 @@ def patch_grid(name: str, **arguments) -> tuple[int, tuple[int, int]]:
 def create_plain(name: str, arguments: dict, **more) -> VisionTransformer:
     """``timm.create_model`` for models that can run on a subset of their patches; ValueError for all others."""
     try:
-        vit = timm.create_model(name, **arguments, **more | {"device": "meta"})  # where memory is never lacking
+        # Where memory is never lacking, and values would take time for nothing.
+        vit = timm.create_model(name, **arguments | more | {"device": "meta", "weight_init": "skip"})
     except TypeError:  # an architecture that has no such argument
         vit = None
     except Exception as error:  # timm's constructors raise nearly anything for arguments that do not go together
