@@ -15,15 +15,19 @@ from run.recipes import RECIPES
 from run.training import flop_per_pair
 
 
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch):
+    """A head of iBOT, and blocks of MAE's decoder, of a quarter of their widths."""
+    monkeypatch.setattr(IBOT, "WIDTHS", (512, 512, 256, 1024))
+    monkeypatch.setattr(METHODS["MAE"], "decoder", lambda self: (2, 512, 16))
+
+
 @pytest.mark.parametrize(
     "name, recipe",
     [*((name, "cifar-vit-t") for name in METHODS), ("APS", "imagenet-vit-s"), ("MoCo v3", "imagenet-vit-s")],
 )
-def test_baselines_cost_what_is_counted(name, recipe, monkeypatch):
+def test_baselines_cost_what_is_counted(name, recipe):
     """By formula, by torch's counter without memory, and in a real step, which saves the same bytes as well."""
-    monkeypatch.setattr(IBOT, "WIDTHS", (512, 512, 256, 1024))  # a quarter, as are the blocks of the decoder
-    if name == "MAE":
-        monkeypatch.setattr(METHODS[name], "decoder", lambda self: (2, 512, 16))
     small = {"image_size": 32, "patch_size": 4, "depth": 2, "head_hidden": 48, "head_out": 24}
     config = dataclasses.replace(RECIPES[recipe], **small)
     kind, batch = METHODS[name], 3
