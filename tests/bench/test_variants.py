@@ -96,7 +96,7 @@ def test_compiled_as_one_graph():
     updated = []
     for in_graph in (False, True):
         torch.manual_seed(0)
-        training = (synthetic := Synthetic(dataclasses.replace(CONFIG, depth=3), CPU, mode="eager")).training
+        training = (synthetic := Synthetic(dataclasses.replace(CONFIG, depth=2), CPU, mode="eager")).training
         faster.put_in(training.query, None)
         if in_graph:
             how = {"backend": "aot_eager", "fullgraph": True, "dynamic": False}

@@ -194,7 +194,8 @@ def test_the_fastest_products_change_no_bit(device, accumulate, monkeypatch):
         if not fast:
             monkeypatch.setattr(faster, "fastest_products", lambda network: None)
         training = Training(config, torch.device(device), compiled=False)
-        losses = [training.step(*given, 0.5)[0] for _ in range(2) for given in groups(training, device)]
+        times = range(2 if training.on_gpu else 1)
+        losses = [training.step(*given, 0.5)[0] for _ in times for given in groups(training, device)]
         for network in (training.query, training.key):
             assert (faster.FastLinear in {type(module) for module in network.encoder.blocks.modules()}) == fast
         found.append([*losses, *state(training)])
@@ -435,28 +436,22 @@ def test_steps_in_pieces_train_alike_and_hold_the_activations_of_one():
     assert 0.2 * peak < low < 0.3 * peak, (low, peak)
 
 
-def test_gradients_of_ranks_that_compile_compute_again_or_compress(tmp_path):
-    """Computing activations again changes nothing, compiling little (and BN over the ranks stays in the graph, which is
-    torch's own work up to the code for a CPU, left out here); gradients exchanged in bfloat16 are rounded to 8 bits, no
-    more."""
+def test_gradients_of_ranks_that_compute_again_or_compress(tmp_path):
+    """Computing activations again changes nothing; gradients exchanged in bfloat16 are rounded to 8 bits, no more."""
     on_ranks(
         2,
         """
-        import functools
         from tests.run.test_training import CONFIG, CPU, Training, batch, dataclasses
-        torch.compile = functools.partial(torch.compile, backend="aot_eager")
         loaded = batch()
         mine = tuple(crops[2 * rank : 2 * rank + 2] for crops in loaded.views)
         found = []
-        for more in ({}, {"grad_checkpointing": True}, {"compress_gradients": True}, None):
-            config = dataclasses.replace(CONFIG, **more or {})
-            training = Training(config, CPU, ranks=2, compiled=more is None)
+        for more in ({}, {"grad_checkpointing": True}, {"compress_gradients": True}):
+            training = Training(dataclasses.replace(CONFIG, **more), CPU, ranks=2)
             chosen = training.sample(loaded, 0)[:, 2 * rank : 2 * rank + 2]
             training.step(*(both[0] for both in training.gather(mine, chosen)), 0.5)
             found.append(training.optimizer.state.first)
-        exact, again, rounded, compiled = found
+        exact, again, rounded = found
         assert torch.equal(exact, again)
-        assert (compiled - exact).norm() < 1e-4 * exact.norm()
         difference = (rounded - exact).norm() / exact.norm()
         assert 1e-4 < difference < 2**-8, difference
         """,
