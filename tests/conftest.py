@@ -26,6 +26,10 @@ from forks import ROOT
 from PIL import Image
 
 
+def pytest_configure(config):
+    config.option.loadscopereorder = False  # xdist would begin with the files of most tests, and end with long ones
+
+
 def pytest_collection_modifyitems(items):
     import torch  # not above: the process that hands out the tests has no use for it, and starts the others first
 
