@@ -52,7 +52,7 @@ class Course:
 
 
 def course(synthetic: Synthetic) -> Course:
-    """The steps of one batch, from the beginning."""
+    """The steps of one batch, from the beginning; on a GPU of two, as those of the second come from graphs."""
     training, losses, kept = synthetic.training, [], {}
     step, key = training.step, training.key
 
@@ -70,7 +70,8 @@ def course(synthetic: Synthetic) -> Course:
         return (loss, *figures), finite
 
     training.step, training.key = noted_step, None if key is None else noted_key
-    synthetic.batch()
+    for _ in range(1 + training.on_gpu):
+        synthetic.batch()
     training.step, training.key = step, key
     return Course(torch.stack(losses), kept["gradient"], kept.get("keys"))
 
