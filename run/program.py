@@ -44,6 +44,14 @@ def out_of_memory(error: Exception) -> bool:
     return known or (isinstance(error, RuntimeError) and memory.lacking(str(error)))
 
 
+def _fill() -> None:
+    """Opens those of the descriptors 0 to 2 that whoever started the program has closed. Else the next files get these
+    numbers, and what a library prints is written into them: a decoder's lines were among the features of embed.py."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+
+
 def _printed() -> bool:
     """Whether an empty line can be printed; if not, all that is printed goes nowhere, so that the exit code is ours."""
     try:
@@ -68,6 +76,7 @@ def run(
 ) -> None:
     """Calls ``main`` with the arguments of the command line. What ends it is said in one line, with an exit code other
     than 0. ``goes_on``: how to go on, as that line says; ``smaller``: the options to lower where memory is lacking."""
+    _fill()
     for number in (*SIGNALS, signal.SIGALRM):
         signal.signal(number, interrupted)
     told, sys.unraisablehook = sys.unraisablehook, _lost

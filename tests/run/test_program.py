@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from conftest import run_program
 from torch.distributed import DistNetworkError
 
 from pipeline import TooManyBadFiles
@@ -53,6 +54,12 @@ def test_what_is_wrong_with_standard_output_is_not_taken_for_the_output_folder(m
             monkeypatch.setattr("sys.stdout", closed)
             program.run("a.py", lambda _: Screen().print("text"))
         assert end.value.code.startswith(f"a.py: {said} on standard output; what was saved")
+
+
+def test_no_file_gets_the_number_of_a_standard_stream_that_is_closed():
+    code = "import os, subprocess, sys; from run import program; os.close(2); sys.stderr = None; "
+    code += "program.run('a.py', lambda _: subprocess.run(['readlink', '/proc/self/fd/2']))"
+    assert run_program("-c", code).stdout == "/dev/null\n"
 
 
 def test_other_errors_are_not_hidden_and_wrong_input_is_said_once_on_each_machine(monkeypatch, capsys):
