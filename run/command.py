@@ -9,6 +9,7 @@ import inspect
 import json
 import os
 import sys
+import tempfile
 import textwrap
 import tomllib
 from collections.abc import Callable
@@ -30,6 +31,10 @@ def answer(program: str, parse: Callable[[list[str]], Any], *packages: str) -> N
         if not os.path.exists(folder := os.readlink("/proc/self/cwd")):  # without it torch does not load
             raise OSError(f"called in {folder}, which is not there; expected a folder that is: cd FOLDER")
         parse(sys.argv[1:])
+        try:
+            tempfile.gettempdir()  # torch and timm ask for it as they are loaded
+        except FileNotFoundError as error:
+            raise OSError(f"{error.strerror}; expected one with room to write in: TMPDIR=FOLDER") from None
         for package in ("torch", "triton", "timm", *packages):
             try:
                 importlib.import_module(package)

@@ -160,6 +160,11 @@ def test_what_keeps_packages_from_being_loaded_is_one_line(tmp_path, monkeypatch
             command.answer("a.py", list, "nvidia.dali")
         said = f"a.py: {package} does not load ({str(error) or type(error).__name__}); expected it installed, and"
         assert capsys.readouterr().err == f"{said} enough memory\n"
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="2"):
+        patch.setattr("tempfile.tempdir", None)
+        patch.setattr("tempfile._candidate_tempdir_list", lambda: ["/proc"])
+        command.answer("a.py", list)
+    assert capsys.readouterr().err.endswith("found in ['/proc']; expected one with room to write in: TMPDIR=FOLDER\n")
     monkeypatch.chdir(tmp_path)
     tmp_path.rmdir()
     with pytest.raises(SystemExit, match="2"):
