@@ -32,7 +32,7 @@ _SHOWN = 10
 
 def main(arguments: list[str]) -> int:
     """Checks the data that a command line names; the exit code."""
-    about, _, more = __doc__.partition("\n\n")
+    about, _, more = (__doc__ or "").partition("\n\n")  # python -OO has none
     how = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("pipeline.check", description=about, epilog=more, formatter_class=how)
     parser.add_argument(

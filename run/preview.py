@@ -277,7 +277,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: list[str]) -> None:
-    parser = _Parser(prog="python -m run.preview", description=__doc__.splitlines()[0])
+    parser = _Parser(prog="python -m run.preview", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--recipe", default="toy", choices=RECIPES, help="default: toy")
     parser.add_argument("--data", type=Path, help="as train.py takes it; default: the generated dataset")
     parser.add_argument("--output", type=Path, required=True, help="the picture to write, .png or .jpg")
