@@ -101,6 +101,10 @@ def run(
         if str(error).startswith("DataLoader worker"):  # which has no class of its own either
             said = str(error).splitlines()[0].rstrip(" .")
             sys.exit(f"{program}: {said}, perhaps for want of memory; fewer --workers take less, and {goes_on}")
+        # Python's words, and those of the system, with which DALI's end; neither has a class.
+        if str(error).rstrip().endswith(("can't start new thread", os.strerror(errno.EAGAIN))):
+            expected = "a higher limit of processes and threads (ulimit -u, pids.max of a container) or fewer threads"
+            sys.exit(f"{program}: no other thread can be started; expected {expected}; {goes_on}")
         # torch has no class of its own for what the end of another rank does to a collective of gloo.
         if not (isinstance(error, distributed.DistError) or "/gloo/" in str(error)):
             raise

@@ -27,6 +27,8 @@ ENDS = [
     (torch.OutOfMemoryError("CUDA out of memory. Tried\nx"), "a.py: out of memory (CUDA out of memory. Tried); a sm"),
     (RuntimeError("DefaultCPUAllocator: can't allocate memory " + 30 * "12345 "), f"a.py: {FULL} ...); a smaller"),
     (RuntimeError("batch 7 fails: Can't allocate 9 bytes on device 0."), "a.py: out of memory (batch 7 fails: Can't"),
+    (RuntimeError("can't start new thread"), "a.py: no other thread can be started; expected a higher limit of"),
+    (RuntimeError(f"DALI\n\n: {os.strerror(errno.EAGAIN)}"), "a.py: no other thread can be started; expected a higher"),
     (OSError(errno.ENOENT, "None there"), "a.py: [Errno 2] None there; what was saved before is intact"),
     (DistNetworkError("Failed to recv, got 0 bytes\nC++"), "a.py: most likely another rank has ended (Failed to recv"),
     (RuntimeError("[/gloo/pair.cc] Closed [::1] x\ny"), "a.py: most likely another rank has ended (Closed [::1] x); "),
