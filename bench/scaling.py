@@ -54,7 +54,7 @@ LOSS_PASSES = 8
 
 
 def steps_of(folder: Path) -> dict:
-    """What a folder of results says of one GPU; {} where it has not the steps of both recipes.
+    """What a folder of results says of one GPU; {} where it has not the steps of both recipes at ``MEASURED_BATCH``.
 
     {"device", "rows": by recipe of its step with ``MEASURED_BATCH`` images, "memory": bytes/s of a copy,
     "update_bytes": that the update of that step moved, a parameter}.
@@ -67,7 +67,8 @@ def steps_of(folder: Path) -> dict:
         return {"device": found["machine"]["device"], "rows": {r: rows[row] for r, row in ROWS.items()}, **more}
     files = [folder / f"step_{recipe.removeprefix('imagenet-').replace('-', '_')}.json" for recipe in ROWS]
     found = [json.loads(file.read_text()) for file in files if file.exists()]
-    rows = {d["recipe"]: d["graph"] | {"flop_per_pair": d["flop_per_pair"]} for d in found if "graph" in d}
+    found = [d for d in found if "graph" in d and d["batch_size"] == MEASURED_BATCH]
+    rows = {d["recipe"]: d["graph"] | {"flop_per_pair": d["flop_per_pair"]} for d in found}
     if rows.keys() < set(ROWS):
         return {}
     # In one pass (kernels/update.py): gradient collected from bfloat16 6, the pass 56.
@@ -172,10 +173,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--compress-gradients", action="store_true")
     parser.add_argument("--measured", type=Path, help="folder of results with the steps of one GPU [the newest]")
     options = parser.parse_args(arguments)
+    if len(options.gpus) != len(options.images_per_gpu):
+        asked, given = len(options.gpus), len(options.images_per_gpu)
+        parser.error(f"--images-per-gpu: expected {asked} numbers, one for each of --gpus; got {given}")
     folder = options.measured or newest(RESULTS)
     steps = steps_of(folder)
     if not steps:
-        print(f"--measured {folder}: expected results of bench step, of {' and '.join(ROWS)}", file=sys.stderr)
+        expected = f"results of bench step with batch {MEASURED_BATCH}, of {' and '.join(ROWS)}"
+        print(f"--measured {folder}: expected {expected}", file=sys.stderr)
         return 2
     rows, how = steps["rows"], {name: steps[name] for name in ("memory", "update_bytes")}
     result = {"measured": folder.name, "device": steps["device"], "compress_gradients": options.compress_gradients}

@@ -40,12 +40,14 @@ def test_what_a_recipe_takes_follows_from_what_was_measured():
 
 
 def test_the_newest_card_with_both_recipes_counts(tmp_path):
-    """Steps as bench step writes them; a result of one recipe, or without figures, moves nothing."""
-    for number, name in enumerate(("CARD-A1-2026-01-02", "CARD-B1-2026-01-01", "CARD-C1-2026-01-03")):
+    """Steps as bench step writes them; a result of one recipe, of another batch or without figures moves nothing."""
+    cards = "CARD-A1-2026-01-02", "CARD-B1-2026-01-01", "CARD-C1-2026-01-03", "CARD-D1-2026-01-04"
+    for number, name in enumerate(cards):
         (tmp_path / name).mkdir()
-        for recipe in ("imagenet-vit-s", "imagenet-vit-b")[: 1 + (number < 2)]:
+        for recipe in ("imagenet-vit-s", "imagenet-vit-b")[: 1 + (number != 2)]:
             of = {"pairs_per_second": 100.0 + number, "step_seconds": {"p50": 5.12}, "peak_memory_bytes": 1}
             found = {"recipe": recipe, "graph": of, "flop_per_pair": 3.0, "copy_bytes_per_second": 4e12}
+            found["batch_size"] = 64 if number == 3 else 512
             file = tmp_path / name / f"step_{recipe[-5:].replace('-', '_')}.json"
             file.write_text(json.dumps(found | {"machine": {"device": name}}))
     (tmp_path / "CARD-C1-2026-01-03/step_vit_b.json").write_text(json.dumps({"tests": "failed"}))
