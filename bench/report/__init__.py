@@ -29,13 +29,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--output", type=Path, help="the page [report.html in that folder]; plots/ goes beside it")
     parser.add_argument("--check", action="store_true", help="are the tables current? writes nothing")
     options = parser.parse_args(arguments)
+    options.results = options.results.resolve()  # tables name the folders of results as they lie in the repository
     try:
         results = read(options.results)
         if not results:
             raise ValueError(f"{options.results} holds no results; expected files of python -m bench SUBJECT --json")
         picture = path.draw(results)
         written = {options.results / "path.svg": picture} if picture else {}
-        if options.results.resolve() == RESULTS:  # the tables are of the results that are kept
+        if options.results == RESULTS:  # the tables are of the results that are kept
             for name, text in tables.blocks(results).items():
                 file = ROOT / PLACES[name]
                 written[file] = tables.placed(written.get(file) or file.read_text(), name, text, PLACES[name])
