@@ -3,9 +3,9 @@
 The spread is the standard deviation of the seeds (n - 1). Runs that are not complete are not counted.
 """
 
-import json
 import re
 import statistics
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ from bench import environment
 from bench.findings import bar, finding, plot
 from bench.variants.changes import BY_NAME
 from pipeline import Index
+from run.curves import read
 from run.program import opening
 
 ARMS = {
@@ -50,15 +51,12 @@ def table(folder: Path) -> list[dict]:
 
 def _figures(folder: Path, pattern: str, name: str, last: int = 1) -> list[float]:
     """The mean of the last figures of that name in each complete run of an arm."""
-    found = []
-    for run in sorted(folder.glob("*")):
-        if re.fullmatch(pattern, run.name) and any(
-            (run / end / "config.json").exists() for end in ("model", "encoder")
-        ):
-            lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-            if values := [line[name] for line in lines if name in line][-last:]:
-                found.append(statistics.mean(values))
-    return found
+    complete = (
+        run for run in sorted(folder.glob("*")) if re.fullmatch(pattern, run.name)
+        and any((run / end / "config.json").exists() for end in ("model", "encoder"))
+    )  # fmt: skip
+    found = ([line[name] for line in read(run) if name in line][-last:] for run in complete)
+    return [statistics.mean(values) for values in found if values]
 
 
 def _mean(values: list[float]) -> float | None:
@@ -98,12 +96,15 @@ def conclusions(d: dict) -> dict:
 
 
 def print_list(folder: Path, images: int) -> None:
-    """Prints ``path<TAB>label`` of so many images (0: all), as many of each class, evenly spaced over its files."""
+    """Prints ``path<TAB>label`` of so many images (0: all), as many of each class, evenly spaced over its files; of
+    each class one at least."""
     with opening("bench"):
         index = Index.scan(folder)
+        if not index.classes:
+            raise ValueError(f"{folder}: expected images in class folders")
     for label, name in enumerate(index.classes):
         samples = np.flatnonzero(index.labels == label)
-        count = min(len(samples), images // len(index.classes) or len(samples))
+        count = min(len(samples), max(1, images // len(index.classes)) if images else len(samples))
         for sample in samples[np.linspace(0, len(samples) - 1, count).round().astype(int)]:
             print(f"{Path(index.file(sample)).absolute()}\t{name}")
 
@@ -117,9 +118,10 @@ def main(arguments: list[str]) -> int:
     if options.list is not None:
         print_list(options.list, options.images)
         return 0
-    rows = table(options.runs)
+    with opening("bench"):
+        rows = table(options.runs)
     if not rows:
-        print(f"bench learning: no complete run in {options.runs}")
+        print(f"bench learning: no complete run in {options.runs}", file=sys.stderr)
         return 2
     environment.save(options, {"command": "bench/learning.sh", "rows": rows} | conclusions({"rows": rows}))
     environment.print_table(rows)

@@ -258,7 +258,7 @@ def test_images_that_are_none_are_said_in_a_line(tmp_path, capsys):
         said = capsys.readouterr()
         assert ended.value.code == 2 and said.err.startswith(f"bench: no folder {wrong}: expected a folder of images")
         assert said.err.count("\n") == 1 and not said.out
-    assert learning.main([wrong]) == 2, "nor are there runs"
+    assert learning.main([wrong]) == 2 and "no complete run" in capsys.readouterr().err
     other = tmp_path / "gone.json"
     other.write_text('{"subject": "train", "machine": {}}')
     for words in ([wrong, "--draw", "1"], [wrong, "--probe", wrong], [str(other)]):
