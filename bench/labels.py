@@ -145,10 +145,11 @@ def main(arguments: list[str]) -> int:
     if options.probe is not None:
         with opening("bench"):
             encoder, about = load_encoder(options.probe)
-        encoders = {options.probe.name: encoder}
+        encoders = {}
         if options.probe.name == "aps":
             written = ["--config", str(options.probe / "config.json")]
             encoders["untrained"] = new_encoder(command.parse("train.py", RECIPES, written, own_data=lambda _: False))
+        encoders[options.probe.name] = encoder  # last: labels.sh takes its file for the end of all
         for name, network in encoders.items():
             rows = probes(options.runs, network, about["mean"], about["std"])
             (options.runs / f"{name}.json").write_text(json.dumps(rows))
