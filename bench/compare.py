@@ -29,6 +29,8 @@ from bench.timing import summary
 
 SETTINGS = "recipe", "model", "image_size", "batch_size", "batch", "source", "scale", "depth", "head_hidden"
 RATES = {"images/s", "images_per_second", "pairs_per_second", "pairs/s"}  # the larger, the better
+NAMES = {"batch", "at a time", "ranks", "queues"}  # numbers that tell rows apart
+NOT_OURS = "DALI's client", "Pillow, timm and a DataLoader"  # rows of such names are controls
 TIMES = {"CPU ms/image"}  # single ones; with percentiles every "..._seconds" and "..._us"
 SPARE = {"profile", "metrics", "tests", "machine", "stages", "findings", "plots", "path"}  # not compared
 
@@ -166,8 +168,9 @@ def figures(data: dict, prefix: str = "", control: bool = False) -> Iterator[tup
             yield from figures(value, f"{name}, ", control or key == "plain")
         elif isinstance(value, list) and all(isinstance(row, dict) for row in value):
             for row in value:
-                words = (str(v) for k, v in row.items() if k == "batch" or (isinstance(v, str) and k != "commit"))
-                yield from figures(row, f"{prefix}{', '.join(words)}, ")
+                texts = [(k, str(v)) for k, v in row.items() if k in NAMES or isinstance(v, str)]
+                words = [text for k, text in texts if k not in ("commit", "limited_by")]
+                yield from figures(row, f"{prefix}{', '.join(words)}, ", any(w.startswith(NOT_OURS) for w in words))
         elif value is not None and key in RATES | TIMES and "step_seconds" not in data:
             yield name, Figure(value, key in RATES, control=control)
     if {"p20_us", "p50_us", "p80_us", "runs"} <= data.keys():

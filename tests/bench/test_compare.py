@@ -40,6 +40,12 @@ def test_comparison_finds_what_is_slower(tmp_path, capsys):
     ]
     assert compared(tmp_path, rates[1], rates[0]) == 1 and compared(tmp_path, rates[0], rates[1]) == 0
     assert compared(tmp_path, rates[3], rates[2]) == 0  # a control
+    stores = [  # rows that only a number tells apart, and one that is not ours
+        result(times, rows=[{"reader": reader, "at a time": n, "images/s": rate} for reader, n, rate in rows])
+        for first, last in ((100, 100), (90, 100), (100, 90))
+        for rows in [[("this reader", 8, first), ("this reader", 32, 100), ("DALI's client", 8, last)]]
+    ]
+    assert compared(tmp_path, stores[0], stores[1]) == 1 and compared(tmp_path, stores[0], stores[2]) == 0
 
 
 def test_intervals_hold_what_they_say():
