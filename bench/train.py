@@ -58,8 +58,9 @@ def main(arguments: list[str]) -> int:
             finally:
                 rates, waits = speeds(lines)
                 if rates:
-                    row["pairs_per_second"] = len(rates) / sum(1 / rate for rate in rates)
-                    row["data_wait"] = sum(waits) / len(waits)
+                    seconds = [1 / rate for rate in rates]  # of a pair; all lines are of as many steps, not as long
+                    row["pairs_per_second"] = len(rates) / sum(seconds)
+                    row["data_wait"] = sum(w * s for w, s in zip(waits, seconds, strict=True)) / sum(seconds)
                     if ranks == options.ranks[0]:
                         result |= {"metrics": lines} | {name: row[name] for name in row if name != "ranks"}
                         environment.save(options, result | conclusions(result))

@@ -335,7 +335,7 @@ def test_what_a_run_logged_until_it_was_cut_off_is_kept(tmp_path, monkeypatch):
 
     def run(how, file):
         def ended(command, **_):
-            lines = [{"step": 1}, *({"step": n, "pairs_per_second": 30 * n, "data_wait": 0.5} for n in (1, 2, 4, 6))]
+            lines = [{"step": 1}, *({"step": n, "pairs_per_second": 30 * n, "data_wait": n / 8} for n in (1, 2, 4, 6))]
             output = Path(command[command.index("--output") + 1])
             (output / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:until]))
             return how()
@@ -352,8 +352,8 @@ def test_what_a_run_logged_until_it_was_cut_off_is_kept(tmp_path, monkeypatch):
         result = json.loads((tmp_path / file).read_text())
         assert round(result["pairs_per_second"]) == 144 and len(result["metrics"]) == 5  # one over (1/120 + 1/180) / 2
         (said,) = result["findings"]
-        assert said["result"] == "144 pairs/s, 50.0 % of the time waiting for data"
-        assert said["more"] == "after warm-up; lines of the log: 120-180, 50.0-50.0 %; until step 6 of 8"
+        assert said["result"] == "144 pairs/s, 60.0 % of the time waiting for data"  # 0.5 of 3 parts, 0.75 of 2
+        assert said["more"] == "after warm-up; lines of the log: 120-180, 50.0-75.0 %; until step 6 of 8"
     until = 2
     assert run(cut_off, "early.json") == 130 and not (tmp_path / "early.json").exists()
 
