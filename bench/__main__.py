@@ -7,7 +7,7 @@ import sys
 SUBJECTS = {
     "compile": "registers, spills and instructions of every kernel, for GPUs that need not be present",
     "index": "the scan, a start from the cache, an epoch's order, changes; against torchvision's ImageFolder",
-    "objects": "images from an object store, by the number of requests at a time, against DALI's client",
+    "objects": "images from an object store, by the number of requests at a time, against DALI's client (needs DALI)",
     "machine": "this machine: card, versions, measured ceilings of copying and of matrix products",
     "gpu_tests": "the tests marked gpu, as JSON",
     "kernels": "sampling and gathering against the alternatives",

@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 import resource
+import shutil
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -95,6 +96,7 @@ def link(root: Path, count: int) -> Path:
     """A folder of so many JPEGs in class folders; made, unless it is there."""
     if not root.exists():
         part = root.with_name(root.name + ".part")
+        shutil.rmtree(part, ignore_errors=True)  # of a process that was stopped
         for number in range(count):
             source = part.with_name(f"{root.name}-{number // LINKS}.jpg")
             if number % LINKS == 0:

@@ -18,6 +18,7 @@ import numpy as np
 
 from bench import environment
 from bench.findings import finding, number
+from bench.pipeline import skip, without_dali
 from pipeline.readers import ObjectReader
 
 REQUESTS = 8, 32, 128, ObjectReader.threads  # at a time
@@ -32,6 +33,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=3, help="of each measurement, at least")
     parser.add_argument("--rounds", type=int, default=3, help="of all measurements, in turns")
     options = parser.parse_args(arguments)
+    if reason := without_dali():
+        return skip(options, reason)
     if options.smoke:
         options.latency, options.seconds, options.rounds = 1, 0, 1
     result = {"latency_ms": options.latency, "bytes": options.bytes}

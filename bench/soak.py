@@ -1,8 +1,8 @@
 """Thousands of batches through ``pipeline.Loader``: memory must stay flat, and a bad file must cost time only once.
 
 Small generated images with some damaged ones among them, many epochs, every operation of the ImageNet recipe at 32 px.
-Exit code 1 if the resident set grows by more than 16 MiB after the first tenth of the batches, or if a file is
-probed after the first epoch.
+Exit code 1 if the resident set grows by more than 16 MiB after the first tenth of the batches, if a damaged file is
+not found, or if a file is probed after the first epoch.
 """
 
 import os

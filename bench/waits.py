@@ -134,7 +134,8 @@ def run(command: list[str], steps: int) -> dict:
             main([*command, *most, "--output", output])
         except Exception as error:  # what was measured by then is kept
             failed = {"failed": failure(error)}
-        lines = map(json.loads, (Path(output) / "metrics.jsonl").read_text().splitlines())
+        logged = Path(output) / "metrics.jsonl"  # which is not there if no step came to its end
+        lines = map(json.loads, logged.read_text().splitlines() if logged.exists() else ())
         lines = [line for line in lines if "data_wait" in line][1:]
     return {"ways": [
         {"way": name, "data_wait": line["data_wait"], "pairs_per_second": line["pairs_per_second"]}
