@@ -14,7 +14,6 @@ import json
 import os
 import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 
@@ -22,7 +21,7 @@ from pipeline import cache, known, memory, trial
 from pipeline.headers import counted, printable
 from pipeline.index import Index
 from pipeline.latency import Threads
-from pipeline.paths import expanded
+from pipeline.paths import argument
 from pipeline.shown import Screen, shown
 
 _FILES, _PIXELS = 16, 40_000_000  # of a batch, at most: 120 MB of pixels in each process, or one image
@@ -36,11 +35,11 @@ def main(arguments: list[str]) -> int:
     how = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("pipeline.check", description=about, epilog=more, formatter_class=how)
     parser.add_argument(
-        "data", type=_path, help="images: a folder, a list of paths and labels, tar shards, Parquet files, a bucket"
+        "data", type=argument, help="images: a folder, a list of paths and labels, tar shards, Parquet files, a bucket"
     )
-    parser.add_argument("--output", type=_path, metavar="RUN", help="output folder of the run that is to know of it")
-    parser.add_argument("--index-cache", type=_path, metavar="FOLDER", help="as of train.py")
-    parser.add_argument("--json", type=_path, metavar="FILE", help="write the report to a file, all of it")
+    parser.add_argument("--output", type=argument, metavar="RUN", help="output folder of the run that is to know of it")
+    parser.add_argument("--index-cache", type=argument, metavar="FOLDER", help="as of train.py")
+    parser.add_argument("--json", type=argument, metavar="FILE", help="write the report to a file, all of it")
     parser.add_argument("--processes", type=int, default=0, metavar="N", help="default: one for each core")
     options = parser.parse_args(arguments)
     processes = options.processes or len(os.sched_getaffinity(0))
@@ -64,15 +63,6 @@ def main(arguments: list[str]) -> int:
         print(f"pipeline.check: {error}", file=sys.stderr)
         return 2
     return 1 if report["bad"] else 0
-
-
-def _path(text):
-    if not text:  # of a variable that is not set
-        raise argparse.ArgumentTypeError("expected a name, got nothing")
-    try:
-        return expanded(Path(text))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 class Found:

@@ -1,6 +1,7 @@
 """File names: with the home folder put in, and many of them in one array, which may be pages of a file."""
 
 import re
+from argparse import ArgumentTypeError
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
@@ -21,6 +22,16 @@ def expanded(path: Path) -> Path:
         return _Uri(path) if URI.match(str(path)) else path.expanduser()
     except RuntimeError as error:
         raise ValueError(f"{path}: {error}; expected the name of a user behind ~, or a whole path") from None
+
+
+def argument(text: str) -> Path:
+    """A path of a command line, for argparse: ``expanded``."""
+    if not text:  # of a variable that is not set
+        raise ArgumentTypeError("expected a name, got nothing")
+    try:
+        return expanded(Path(text))
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
 
 
 class Paths(Sequence[str]):

@@ -8,6 +8,7 @@ import importlib
 import inspect
 import json
 import os
+import shutil
 import sys
 import tempfile
 import textwrap
@@ -83,6 +84,8 @@ def parse(
         default, chosen = recipes[recipe], {"recipe": recipe}
     if given:
         default = _with(default, given | chosen, f"--config {named.config}")
+    if shutil.get_terminal_size().columns < 10:  # in one column tyro's help comes to no end
+        os.environ["COLUMNS"] = "10"
     found = tyro.cli(
         tyro.conf.OmitArgPrefixes[_grouped(default)], prog=program, args=arguments,
         description=inspect.getdoc(type(default)),
@@ -139,6 +142,8 @@ def _with(default: Options, values: dict[str, Any], source: str) -> Options:
 
 def _as(kind: Any, value: Any, what: str) -> Any:
     """A value of JSON or TOML as one of the type ``kind``; ValueError, which begins with ``what``, if it is none."""
+    if value == "":  # as on a command line
+        raise ValueError(f"{what} = '': nothing stands behind it; expected a value")
     choices = [kind, *(choice for choice in get_args(kind) if get_origin(kind) not in (tuple, Literal))]
     for choice in choices:
         if choice is Path and isinstance(value, str | Path):

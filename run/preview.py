@@ -11,7 +11,6 @@ import dataclasses
 import signal
 import sys
 import textwrap
-from pathlib import Path
 
 if __name__ == "__main__":  # before what takes time: until ``program.run`` takes over, Ctrl-C ends it without a word
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -23,7 +22,7 @@ from PIL import Image, ImageDraw, ImageFont
 from kernels import patch_overlap
 from pipeline import Index, Loader, cache, graph, pictures, stream
 from pipeline.headers import printable
-from pipeline.paths import expanded
+from pipeline.paths import argument
 from pipeline.toy import make_toy
 
 from . import program
@@ -279,14 +278,14 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: list[str]) -> None:
     parser = _Parser(prog="python -m run.preview", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--recipe", default="toy", choices=RECIPES, help="default: toy")
-    parser.add_argument("--data", type=Path, help="as train.py takes it; default: the generated dataset")
-    parser.add_argument("--output", type=Path, required=True, help="the picture to write, .png or .jpg")
+    parser.add_argument("--data", type=argument, help="as train.py takes it; default: the generated dataset")
+    parser.add_argument("--output", type=argument, required=True, help="the picture to write, .png or .jpg")
     parser.add_argument("--images", type=int, default=4, help=f"1 to {MOST}, the first ones of the epoch; default: 4")
     parser.add_argument("--seed", type=int, default=0, help="as of train.py; default: 0")
     parser.add_argument("--epoch", type=int, default=0, help="counted from 0, which is the default")
     with program.opening("run.preview"):
         options = parser.parse_args(arguments)
-        output = expanded(options.output)
+        output = options.output
         if not 1 <= options.images <= MOST:
             raise ValueError(f"--images {options.images}: expected 1 to {MOST}")
         if not 0 <= options.epoch < 2**31:

@@ -73,7 +73,7 @@ WRONG = [  # content of a file, and what is said of it
     ("betas = [1]", r"betas = \[1\]; expected tuple\[float, float\]"), ("fsdp = 1", "fsdp = 1; expected bool"),
     ('precision = "half"', "precision = 'half'; expected .*float32"), ("seed = 1.5", "seed = 1.5; expected int"),
     ("[augmentation]\nhues = 1", "no option hues"), ('data = "."', "--recipe is missing"),
-    ("recipe = [1]", r"--recipe \[1\]: expected one of toy"),
+    ('data = ""', "data = '': nothing stands behind it"), ("recipe = [1]", r"--recipe \[1\]: expected one of toy"),
     ('program = "detect.py"', "is of detect.py; expected options of train.py"),
 ]  # fmt: skip
 

@@ -103,6 +103,7 @@ def test_program_writes_a_sheet_of_a_folder_and_of_a_tar(photos, tmp_path):
     ("wrong", "said"),
     [
         ({"--data": "missing"}, "missing"),
+        ({"--data": ""}, "--data: expected a name"),
         ({"--data": "."}, "no usable image"),
         ({"--output": "missing/sheet.png"}, "in a folder that exists"),
         ({"--output": "sheet.txt"}, ".png"),
