@@ -64,7 +64,7 @@ class RunConfig:
         for name, value in vars(self).items():
             if isinstance(value, Path):
                 object.__setattr__(self, name, expanded(value))
-            if type(value) is int and name != "seed":
+            if name == "epochs" or (type(value) is int and name != "seed"):
                 check(abs(value) < 2**31, self, name, "a number below 2,147,483,648")
                 check(name != "depth" or value <= 1024, self, name, "at most 1,024 blocks")  # hours, and all memory
         for name in ("epochs", "batch_size", "checkpoint_every", "keep_last", "log_every"):
@@ -75,7 +75,7 @@ class RunConfig:
         check("://" not in str(self.output), self, "output", "a folder on a disk")
         check(0 <= self.max_bad <= 1, self, "max_bad", "a share from 0 to 1")
         check(-(2**63) <= self.seed < 2**63, self, "seed", "a 64-bit integer")
-        for name in ("epochs", "lr", "weight_decay"):
+        for name in ("lr", "weight_decay"):
             check(math.isfinite(getattr(self, name)), self, name, "a finite number")
 
 
@@ -116,7 +116,8 @@ class ImagesConfig(RunConfig):
         check(0 <= self.threads <= 1024, self, "threads", "0 to 1024")
         check(0 <= self.warmup_epochs < math.inf, self, "warmup_epochs", "a finite number, 0 or more")
         check(self.warmup_epochs < self.epochs, self, "warmup_epochs", f"less than the {self.epochs:g} of --epochs")
-        check(min(self.betas) >= 0 and max(self.betas) < 1, self, "betas", "two numbers from 0 up to, not including, 1")
+        right = all(0 <= beta < 1 for beta in self.betas)  # min and max may pass over nan
+        check(right, self, "betas", "two numbers from 0 up to, not including, 1")
         check(self.eval_data is None or self.data is not None, self, "eval_data", "--data beside it")
 
 
@@ -264,9 +265,9 @@ class Config(ImagesConfig):
         check(not self.redeal or self.window > 1, self, "redeal", "a --window of 2 or more beside it")
         check(self.ema is None or 0 <= self.ema <= 1, self, "ema", "a coefficient from 0 to 1, or None")
         check(not (self.fsdp and self.compress_gradients), self, "compress_gradients", "no --fsdp beside it")
-        std, mean = self.std or (1.0,), self.mean or (0.0,)
-        check(min(std) > 0 and max(std) < math.inf, self, "std", "three numbers above 0")
-        check(all(map(math.isfinite, mean)), self, "mean", "three numbers")
+        check(all(0 < std < math.inf for std in self.std or ()), self, "std", "three numbers above 0")
+        right = all(0 <= mean <= 1 for mean in self.mean or ())  # beside 128 images differ in nothing
+        check(right, self, "mean", "three numbers from 0 to 1, as pixels are (--std too)")
 
 
 def check(right: bool, config: RunConfig, name: str, expected: str) -> None:

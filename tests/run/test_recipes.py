@@ -175,11 +175,12 @@ TOY = {  # what the demo trains with, and what every option is unless a recipe s
 }  # fmt: skip
 NAN, INF = math.nan, math.inf
 BOUNDS = {  # values at the edges of what is taken, and what is refused next to them
-    "epochs": ((0.21, 1e6), (0, -1, NAN, INF)), "batch_size": ((2,), (1, 0)), "checkpoint_every": ((1,), (0,)),
+    "epochs": ((0.21, 2e9), (0, -1, NAN, 1e15, INF)), "batch_size": ((2,), (1, 0)), "checkpoint_every": ((1,), (0,)),
     "keep_last": ((1,), (0,)), "log_every": ((1,), (0,)), "keep_every": ((0, 1), (-1,)), "max_steps": ((1, None), (0,)),
     "max_bad": ((0, 1), (-0.01, 1.01)), "seed": ((-(2**63), 2**63 - 1), (-(2**63) - 1, 2**63)),
     "lr": ((0, 1), (-1e-9, NAN, INF)), "weight_decay": ((0, 1), (-1e-9, NAN, INF)), "threads": ((0, 1024), (-1, 1025)),
-    "warmup_epochs": ((0, 2.9), (-0.1, 3, NAN)), "betas": (((0, 0), (0.999, 0.999)), ((-0.1, 0.9), (0.9, 1))),
+    "warmup_epochs": ((0, 2.9), (-0.1, 3, NAN)),
+    "betas": (((0, 0), (0.999, 0.999)), ((-0.1, 0.9), (0.9, 1), (0.9, NAN))),
     "image_size": ((1,), (0,)), "groups": ((1,), (0,)), "window": ((1,), (0,)), "accumulate": ((1,), (0,)),
     "redeal": ((False,), (True,)), "head_hidden": ((1,), (0,)), "head_out": ((1,), (0,)),
     "projector_layers": ((1,), (0,)), "predictor_layers": ((1,), (0,)), "temperature": ((1e-9,), (0, INF, NAN)),
@@ -187,7 +188,8 @@ BOUNDS = {  # values at the edges of what is taken, and what is refused next to 
     "depth": ((0, 1024), (-1, 1025, 10**20)), "output": ((Path("run"),), (Path("s3://bucket/run"),)),
     "power": ((0, INF), (-0.1, NAN)), "knn_every": ((0, 0.5), (-0.1,)), "keep_ratio": ((1e-3, 1), (0, 1.001)),
     "clip_momentum": ((0, 0.999), (-0.1, 1)), "ema": ((None, 0, 1), (-0.1, 1.1)),
-    "std": (((1e-9, 1, 1),), ((0, 1, 1), (1, 1, INF))), "mean": (((0, -1, 5),), ((NAN, 0, 0), (0, INF, 0))),
+    "std": (((1e-9, 1, 1),), ((0, 1, 1), (1, NAN, 1), (1, 1, INF))),
+    "mean": (((0, 0.5, 1),), ((0, NAN, 0), (128, 0, 0))),
 }  # fmt: skip
 
 
