@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from pipeline.stream import Augmentation
 from run import checkpoint
 from run.recipes import Config, RunConfig
 from run.session import OURS, check_share, describe, lock, named, open_output, summarise_rejected
@@ -71,7 +72,8 @@ def test_the_same_run_goes_on_and_no_other(tmp_path):
     (tmp_path / "checkpoints" / "step-00000005.pt").unlink()
 
     before = (tmp_path / "config.json").read_bytes()
-    refused("holds another run (lr 0.25 there and 0.5 now)", Config(output=tmp_path, lr=0.5))
+    changed = Config(output=tmp_path, lr=0.5, augmentation=Augmentation(hue=0.2))
+    refused("holds another run (lr 0.25 there and 0.5 now; hue 0.1 there and 0.2 now)", changed)
     refused("--resume never", Config(output=tmp_path, lr=0.25, resume="never"))
     refused("holds a run of train.py", type("Other", (Config,), {"PROGRAM": "other.py"})(output=tmp_path, lr=0.25))
     other = Data(41)
