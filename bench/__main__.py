@@ -48,6 +48,11 @@ def main(arguments: list[str]) -> int:
         return importlib.import_module(f"bench.{arguments[0]}").main(arguments[1:])
     except KeyboardInterrupt:
         return 130
+    except ImportError as error:
+        if "matplotlib" not in (error.name or ""):  # what the others lack is a fault
+            raise
+        print(f"bench: {error}; expected what pip install '.[bench]' brings", file=sys.stderr)
+        return 2
     except (FileExistsError, NotADirectoryError) as error:
         print(f"bench: {error.filename} is a file, or below one; expected a folder", file=sys.stderr)
         return 1

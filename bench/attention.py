@@ -52,9 +52,6 @@ def main(arguments: list[str]) -> int:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph .* missing")  # in names of files: there is no font for everything
             picture.savefig(options.output, dpi=100)
-    except ImportError as error:
-        print(f"bench attention: {error}; expected what pip install '.[bench]' brings", file=sys.stderr)
-        return 2
     except (ValueError, OSError) as error:
         print(f"bench attention: {error}", file=sys.stderr)
         return 2

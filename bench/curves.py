@@ -17,9 +17,6 @@ def main(arguments: list[str]) -> int:
     try:
         runs = dict(zip(labels(folders), map(read, folders), strict=True))
         draw(runs, options.output)
-    except ImportError as error:
-        print(f"bench curves: {error}; expected what pip install '.[bench]' brings", file=sys.stderr)
-        return 2
     except (ValueError, OSError) as error:
         print(f"bench curves: {error}", file=sys.stderr)
         return 2

@@ -48,9 +48,6 @@ def main(arguments: list[str]) -> int:
         output = options.output or options.results / "report.html"
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(page.page(results, picture or "", output.parent / "plots"))
-    except ImportError as error:
-        print(f"bench report: {error}; expected what pip install '.[bench]' brings", file=sys.stderr)
-        return 2
     except (ValueError, OSError) as error:
         print(f"bench report: {error}", file=sys.stderr)
         return 2
