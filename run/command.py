@@ -120,8 +120,13 @@ def _read(file: Path, program: str) -> dict[str, Any]:
         ) from None
     if written_by != program:
         raise ValueError(f"--config {file} is of {written_by}; expected options of {program}")
-    parts = [value if isinstance(value, dict) else {name: value} for name, value in content.items()]
-    return {name.replace("-", "_"): value for part in parts for name, value in part.items()}
+    return {name.replace("-", "_"): value for name, value in flat(content).items()}
+
+
+def flat(options: dict[str, Any]) -> dict[str, Any]:
+    """Options with those of the tables, or dataclasses, within them among the others."""
+    parts = [value if isinstance(value, dict) else {name: value} for name, value in options.items()]
+    return {name: value for part in parts for name, value in part.items()}
 
 
 def _with(default: Options, values: dict[str, Any], source: str) -> Options:

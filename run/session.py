@@ -18,6 +18,7 @@ from pipeline.headers import counted, printable
 from pipeline.loader import bad_limit
 
 from . import checkpoint
+from .command import flat
 from .ranks import Ranks
 from .recipes import RunConfig
 
@@ -233,18 +234,12 @@ def _run_of(path: Path, state: dict[str, Any]) -> dict[str, Any]:
 
 def _changed(now: dict[str, Any], there: dict[str, Any], config: RunConfig) -> str:
     """The options that are not the same and may not differ, with both values."""
-    now, there = _flat(now), _flat(there)
+    now, there = flat(now), flat(there)
     return "; ".join(
         f"{name} {there.get(name)} there and {value} now"
         for name, value in now.items()
         if name not in config.FREE_ON_RESUME and there.get(name) != value
     )
-
-
-def _flat(options: dict[str, Any]) -> dict[str, Any]:
-    """Those of the augmentation among the others."""
-    parts = [value if isinstance(value, dict) else {name: value} for name, value in options.items()]
-    return {name: value for part in parts for name, value in part.items()}
 
 
 def _other_run(now: dict[str, Any], there: dict[str, Any], config: RunConfig) -> str:
